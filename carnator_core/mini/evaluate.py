@@ -2,9 +2,10 @@
 
 python -m carnator_core.mini.evaluate --captions 200 [--grid small|large] [--steps 50] [--json]
 
-Captions are of the proof split, never seen in training. `unsafe_null` is how often an attribute's reading flips
-between 50 and 46 dense steps of the same request: the noise floor of every claim about reuse. `headroom` (large grid)
-is what a donor has to give, see `headroom()`.
+Captions are of the proof split, never seen in training. `best_guess` is the mean over the most likely readings, before
+the judge asks whether a clip fits well enough to be read at all. `unsafe_null` is how often a reading flips between 50
+and 46 dense steps of the same request: the noise floor of every claim about reuse. `headroom` (large grid) is what a
+donor has to give, see `headroom()`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tqdm import tqdm
 
 from . import codec, sample, world
 from . import model as mini
-from .judge import Verdict, faithfulness, judge
+from .judge import Measures, Verdict, faithfulness, measure, verdict_on
 from .seeds import PROOF, RANGES
 
 GRIDS = {"small": 32, "large": 64}
@@ -55,6 +56,17 @@ def scores(verdicts: Sequence[Verdict], scenes: Sequence[world.Scene]) -> dict[s
     """Share of right readings by attribute."""
     right = [faithfulness(v, s) for v, s in zip(verdicts, scenes, strict=True)]
     return {name: sum(r[name] for r in right) / len(right) for name in world.ATTRIBUTES}
+
+
+def readings(found: Sequence[torch.Tensor]) -> list[Measures]:
+    """The judge's measures of every clip; a clip with numbers that are not finite shows nothing."""
+    return [measure(c) if c.isfinite().all() else Measures(dict.fromkeys(world.ATTRIBUTES)) for c in found]
+
+
+def guesses(measures: Sequence[Measures], scenes: Sequence[world.Scene]) -> float:
+    """Share of attributes whose most likely reading is right, however bad the fit: progress before clips are clean."""
+    right = [m.words[n] == getattr(s, n) for m, s in zip(measures, scenes, strict=True) for n in world.ATTRIBUTES]
+    return sum(right) / len(right)
 
 
 def flips(first: Sequence[Verdict], second: Sequence[Verdict]) -> float:
@@ -111,13 +123,15 @@ def evaluate(model, captions: int, grid: str, steps: int, seed: int, split: str 
     size = GRIDS[grid]
     requests = draw(captions, split, seed)
     scenes = [s for s, _, _ in requests]
-    verdicts = [judge(c) for c in clips(model, requests, size, steps, f"{steps} steps")]
+    measures = readings(clips(model, requests, size, steps, f"{steps} steps"))
+    verdicts = [verdict_on(m) for m in measures]
     fewer = round(steps * NULL_SHARE)
-    second = [judge(c) for c in clips(model, requests, size, fewer, f"{fewer} steps")]
+    second = [verdict_on(m) for m in readings(clips(model, requests, size, fewer, f"{fewer} steps"))]
     by_attribute = scores(verdicts, scenes)
     result = {
         "mean": sum(by_attribute.values()) / len(by_attribute),
         "by_attribute": by_attribute,
+        "best_guess": guesses(measures, scenes),
         "unreadable": sum(None in v.attributes.values() for v in verdicts) / len(verdicts),
         "fit_error": sum(v.fit_error for v in verdicts) / len(verdicts),
         "unsafe_null": flips(verdicts, second),

@@ -84,7 +84,7 @@ def test_evaluate_prints_its_contract(capsys):
     assert evaluate.main(["--captions", "2", "--steps", "2", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert set(result) == {
-        "mean", "by_attribute", "unreadable", "fit_error", "unsafe_null",
+        "mean", "by_attribute", "best_guess", "unreadable", "fit_error", "unsafe_null",
         "headroom", "captions", "grid", "steps", "seed",
     }  # fmt: skip
     assert 0 <= result["mean"] <= 1 and result["captions"] == 2

@@ -1,0 +1,1 @@
+"""Evaluation: methods side by side on paired requests."""
