@@ -1,0 +1,1 @@
+"""The Early Signature: what the first steps of a run tell about it."""
