@@ -1,10 +1,10 @@
 """Answers for skipped steps, in x0.
 
-    D(sigma) = x0_target(p) + U (x0_donor(sigma) - x0_donor(p))
+    D(sigma) = F(sigma) + U (x0_target(p) + x0_donor(sigma) - x0_donor(p) - F(sigma))
 
-p is the noise level of the target's latest dense step (the anchor). Inside the agreement U = 1 the answer follows the
-donor's refinement since then; where U = 0 it holds the target's own prediction. At a dense step nothing is answered,
-the anchor moves. A multistep sampler sees one consistent history of predictions.
+p is the noise level of the target's latest dense step (the anchor). Where the agreement U is 1 the answer follows the
+donor's refinement since then; where it is 0 it follows F, the target's own forecast from its last two dense steps.
+At a dense step nothing is answered, the anchor moves. A multistep sampler sees one consistent history of predictions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from ..grid import TokenGrid, smooth
 from .trajectory import Trajectory
 
-SOFTNESS = 0.05  # mean squared difference (latents of unit deviation) at which trust has fallen to 1/e
+SOFTNESS = 0.5  # mean squared difference (latents of unit deviation) at which trust has fallen to 1/e
 
 
 def agreement(target: torch.Tensor, donor: torch.Tensor, grid: TokenGrid, softness: float = SOFTNESS) -> torch.Tensor:
@@ -22,26 +22,6 @@ def agreement(target: torch.Tensor, donor: torch.Tensor, grid: TokenGrid, softne
     difference = (target.float() - donor.float()).pow(2).mean(1, keepdim=True)
     tokens = smooth(grid.to_tokens(difference), 1)
     return grid.to_latent(torch.exp(-tokens / softness), target.shape)
-
-
-class DonorAnswer:
-    """Answers from a donor's trajectory, trusted where target and donor agree at the anchor."""
-
-    def __init__(self, donor: Trajectory, grid: TokenGrid, softness: float = SOFTNESS):
-        self.donor, self.grid, self.softness = donor, grid, softness
-        self._anchor: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-
-    def observe(self, sigma: float, x0: torch.Tensor) -> None:
-        """A dense step's own prediction: the new anchor."""
-        lent = self.donor.at(sigma).to(x0.device)
-        self._anchor = x0, lent, agreement(x0, lent, self.grid, self.softness)
-
-    def answer(self, sigma: float) -> torch.Tensor:
-        """The prediction for a step that is not computed, in the anchor's dtype."""
-        if self._anchor is None:
-            raise RuntimeError("no dense step has been observed yet; the probe must come first")
-        own, lent, trust = self._anchor
-        return (own + trust * (self.donor.at(sigma).to(own.device) - lent)).to(own.dtype)
 
 
 class FrozenAnswer:
@@ -60,7 +40,10 @@ class FrozenAnswer:
 
 
 class ForecastAnswer:
-    """Control without history: the target's last two own predictions, extended linearly in sigma at a given slope."""
+    """Control without history: the target's last two own predictions, extended linearly in sigma at a given slope.
+
+    Half the slope is the better guess: the course flattens towards the end.
+    """
 
     def __init__(self, slope: float = 0.5) -> None:
         self.slope = slope
@@ -76,3 +59,24 @@ class ForecastAnswer:
             return self._seen[0][1]
         (before, first), (latest, second) = self._seen
         return second + self.slope * (second - first) * ((sigma - latest) / (latest - before))
+
+
+class DonorAnswer:
+    """Answers from a donor's trajectory where target and donor agree at the anchor, from the own forecast elsewhere."""
+
+    def __init__(self, donor: Trajectory, grid: TokenGrid, softness: float = SOFTNESS):
+        self.donor, self.grid, self.softness = donor, grid, softness
+        self.own = ForecastAnswer()
+        self._anchor: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def observe(self, sigma: float, x0: torch.Tensor) -> None:
+        """A dense step's own prediction: the new anchor."""
+        lent = self.donor.at(sigma).to(x0.device)
+        self._anchor = x0 - lent, agreement(x0, lent, self.grid, self.softness)
+        self.own.observe(sigma, x0)
+
+    def answer(self, sigma: float) -> torch.Tensor:
+        """The prediction for a step that is not computed, in the anchor's dtype."""
+        forecast = self.own.answer(sigma)
+        offset, trust = self._anchor
+        return torch.lerp(forecast.float(), offset + self.donor.at(sigma).to(offset.device), trust).to(forecast.dtype)
