@@ -1,0 +1,36 @@
+"""One short vector for a prompt, from its conditioning rows: what recall compares."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+DIMENSIONS = 512  # at most; wider conditioning is projected
+_SEED = "carnator text projection 1"
+
+
+@lru_cache(maxsize=4)
+def _projection(width: int) -> np.ndarray:
+    """Fixed signs (width, DIMENSIONS): the same on every machine, so vectors of two machines compare."""
+    count = width * DIMENSIONS
+    data = hashlib.shake_256(f"{_SEED}:{width}".encode()).digest(-(-count // 8))
+    bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8))[:count]
+    return (bits.reshape(width, DIMENSIONS).astype(np.float32) * 2 - 1) / np.float32(width**0.5)
+
+
+def text_vector(conditioning: torch.Tensor) -> np.ndarray:
+    """Mean of the rows (L, C), projected to at most 512 dimensions, of unit length; float16.
+
+    Zero when the rows cancel or are all zero. Raises ValueError for another shape or non-finite rows.
+    """
+    if conditioning.ndim != 2 or 0 in conditioning.shape:
+        raise ValueError(f"conditioning must be rows (L, C), not {tuple(conditioning.shape)}; strip batch and padding")
+    mean = conditioning.detach().float().mean(0).cpu().numpy()
+    if not np.isfinite(mean).all():
+        raise ValueError("the conditioning holds non-finite values; check the text encoder's precision")
+    vector = mean @ _projection(len(mean)) if len(mean) > DIMENSIONS else mean
+    length = float(np.linalg.norm(vector.astype(np.float64)))
+    return (vector / length if length > 0 else vector).astype(np.float16)
