@@ -88,7 +88,7 @@ class Catalogue:
         self._pid = os.getpid()
         if self._may_use_disk():
             try:
-                self._use(self._open_disk(), on_disk=True)
+                self._use_disk()
                 return self._index
             except (sqlite3.Error, OSError) as error:
                 self._warn(f"the index {self._folder.index} cannot be used, one in memory replaces it: {error}")
@@ -101,16 +101,16 @@ class Catalogue:
         self._index, self._on_disk, self._inode = index, on_disk, self._file_id()
         self._sync(index)
 
-    def _open_disk(self) -> Index:
+    def _use_disk(self) -> None:
         """The index file, made anew when damaged or of another schema."""
         try:
-            index = Index(self._folder.index)
-        except sqlite3.DatabaseError as error:
+            self._use(Index(self._folder.index), on_disk=True)
+        except sqlite3.Error as error:
             if not is_damage(error):
                 raise
+            self.close()
             self._remove_file(error)
-            index = Index(self._folder.index)
-        return index
+            self._use(Index(self._folder.index), on_disk=True)
 
     def _remove_file(self, error: Exception) -> None:
         self._warn(f"the index {self._folder.index} is unusable and is made anew from the entries: {error}")
@@ -245,7 +245,7 @@ class Catalogue:
 
 def _top(known: _Vectors, vector: np.ndarray, noise: str, k: int) -> tuple[np.ndarray, np.ndarray]:
     """(places of the k best in descending order, similarities of all)."""
-    scores = np.round(known.matrix @ vector.astype(np.float32), DECIMALS)
+    scores = np.round(vector.astype(np.float32) @ known.matrix, DECIMALS)
     rank = scores + (known.noise == noise) * np.float32(0.4 * 10**-DECIMALS)
     count = min(max(k, 0), len(rank))
     places = np.argpartition(-rank, count - 1)[:count] if 0 < count < len(rank) else np.arange(count)

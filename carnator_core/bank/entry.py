@@ -286,6 +286,8 @@ def _read(folder: Path, name: str, limit: int) -> bytes:
     try:
         with open(folder / name, "rb") as file:
             return file.read(limit + 1)
+    except IsADirectoryError as error:
+        raise BadEntry(f"{name} is a folder") from error
     except FileNotFoundError as error:
         raise _missing(folder, error) from error
 

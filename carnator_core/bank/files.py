@@ -24,6 +24,7 @@ QUARANTINE_LIMIT = 32
 STALE_SECONDS = 3600.0
 _TEMPORARY = re.compile(r"\.tmp-(\d+)-([0-9a-f]{8})-[0-9a-f]+\Z")
 _ASIDE = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}\Z")
+Stamp = tuple[int, int] | None  # inode and time of the last change
 _HOST = hashlib.blake2b(platform.node().encode(), digest_size=4).hexdigest()
 
 
@@ -67,6 +68,14 @@ def size_of(path: Path) -> int:
         return sum(size_of(Path(item.path)) for item in os.scandir(path))
     except OSError:
         return 0
+
+
+def _stamp(path: Path) -> Stamp:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def _alive(pid: int) -> bool:
@@ -143,15 +152,29 @@ class Folder:
             return
         _delete(trash)
 
-    def set_aside(self, entry_id: str) -> None:
-        """Move an unreadable entry to quarantine; the oldest there make room. OSError if it stays."""
+    def stamp(self, entry_id: str) -> Stamp:
+        """What tells an entry's folder from one that takes its name later; None when there is none."""
+        return _stamp(self.entry(entry_id))
+
+    def set_aside(self, entry_id: str, judged: Stamp) -> bool:
+        """Move the unreadable entry of that stamp to quarantine; the oldest there make room.
+
+        False when another process has moved or replaced it since. OSError if it stays.
+        """
+        if judged is None or self.stamp(entry_id) != judged:
+            return False
         self.quarantine.mkdir(exist_ok=True)
+        target = self.quarantine / f"{entry_id}-{time.time_ns():016x}"
         try:
-            rename(self.entry(entry_id), self.quarantine / f"{entry_id}-{time.time_ns():016x}")
+            rename(self.entry(entry_id), target)
         except FileNotFoundError:
-            return
+            return False
+        if _stamp(target) != judged:  # replaced between the look and the move
+            self.take_back(target)
+            return False
         for old in self.aside()[:-QUARANTINE_LIMIT]:
             self.discard(old)
+        return True
 
     def take_back(self, path: Path) -> bool:
         """Return a quarantined folder to the entries; False when its id is taken."""

@@ -25,7 +25,7 @@ from . import entry as codec
 from .catalogue import Catalogue
 from .entry import BadEntry, EntryDraft, EntryInfo, Refused, Sealed, entry_id
 from .eviction import victims
-from .files import Folder, size_of, sync_folder, write_bytes
+from .files import Folder, Stamp, size_of, sync_folder, write_bytes
 from .index import Row
 from .text import text_vector
 
@@ -255,7 +255,9 @@ class Bank:
                 return True
             if self._manifest(sealed.id) is not None:
                 return False
-            return self._folder.publish(temporary, sealed.id)  # a bad one was there and has left the name free
+            if self._folder.publish(temporary, sealed.id):  # a bad one was there and has left the name free
+                return True
+            raise OSError(f"entry {sealed.id} is there, bad, and cannot be moved away")
         finally:
             if temporary.exists():
                 self._discard(temporary)
@@ -287,7 +289,8 @@ class Bank:
         for old in self._folder.aside():  # nothing good is given up while something bad is kept
             if over <= 0:
                 break
-            over -= size_of(old) if self._discard(old) else 0
+            size = size_of(old)
+            over -= size if self._discard(old) else 0
         gone = self._evict(over, keep)
         if need:
             self._check_space(need)
@@ -363,16 +366,13 @@ class Bank:
         return {one: reason for one, reason in found.items() if reason != GONE}
 
     def _check(self, entry_id: str) -> str | None:
-        manifest = None
-        folder = self._folder.entry(entry_id)
+        folder, stamp = self._folder.entry(entry_id), self._folder.stamp(entry_id)
         try:
-            manifest = codec.read_manifest(folder, entry_id)
-            codec.load_all(folder, manifest)
+            codec.load_all(folder, codec.read_manifest(folder, entry_id))
         except FileNotFoundError:
             return GONE
         except BadEntry as error:
-            self._reject(entry_id, error, manifest)
-            return str(error)
+            return str(error) if self._reject(entry_id, error, stamp) else GONE
         except FAILURES as error:
             return f"could not be read: {error}"
         return None
@@ -431,7 +431,7 @@ class Bank:
 
     def _manifest(self, entry_id: str) -> dict[str, Any] | None:
         """A checked manifest; None when the entry is gone or bad."""
-        folder = self._folder.entry(entry_id)
+        folder, stamp = self._folder.entry(entry_id), self._folder.stamp(entry_id)
         if entry_id in self._bad or folder.is_symlink():
             return None
         try:
@@ -439,33 +439,26 @@ class Bank:
         except FileNotFoundError:
             return None
         except BadEntry as error:
-            self._reject(entry_id, error, None)
+            self._reject(entry_id, error, stamp)
             return None
 
     def _part(self, manifest: dict[str, Any], load: Callable[[Path, dict[str, Any]], T]) -> T | None:
         """Some tensors of an entry; None when they are gone, bad or cannot be read now."""
         one = manifest["id"]
+        stamp = self._folder.stamp(one)
         try:
             return load(self._folder.entry(one), manifest)
         except FileNotFoundError:
             return None
         except BadEntry as error:
-            self._reject(one, error, manifest)
+            if not self._replaced(one, manifest):
+                self._reject(one, error, stamp)
         except FAILURES as error:
             self._warn("read", f"entry {one} could not be read: {error}")
         return None
 
-    def _reject(self, entry_id: str, error: BadEntry, manifest: dict[str, Any] | None) -> None:
-        """Move a bad entry to quarantine and forget it; leave it when it was replaced while it was read."""
-        if manifest is not None and self._replaced(entry_id, manifest):
-            return
-        self._set_aside(entry_id, error)
-        if entry_id in self._bad:
-            self._catalogue.drop(entry_id)
-        else:
-            self._catalogue.forget([entry_id])
-
     def _replaced(self, entry_id: str, manifest: dict[str, Any]) -> bool:
+        """Whether another process has put another entry under this id since the manifest was read."""
         try:
             return codec.read_manifest(self._folder.entry(entry_id), entry_id) != manifest
         except FileNotFoundError:
@@ -473,18 +466,32 @@ class Bank:
         except FAILURES:
             return False
 
-    def _set_aside(self, entry_id: str, error: BadEntry) -> None:
-        self._warn("quarantine", f"entry {entry_id} cannot be used and is set aside: {error}")
+    def _reject(self, entry_id: str, error: BadEntry, judged: Stamp) -> bool:
+        """Move a bad entry to quarantine and forget it; False when it was replaced while it was read."""
+        if not self._set_aside(entry_id, error, judged):
+            return False
+        if entry_id in self._bad:
+            self._catalogue.drop(entry_id)
+        else:
+            self._catalogue.forget([entry_id])
+        return True
+
+    def _set_aside(self, entry_id: str, error: BadEntry, judged: Stamp) -> bool:
         try:
             if self.mode != "on":
                 raise OSError("the bank is read-only")
-            self._folder.set_aside(entry_id)
+            if not self._folder.set_aside(entry_id, judged):
+                return False
         except OSError:
+            if self._folder.stamp(entry_id) != judged:
+                return False
             self._bad.add(entry_id)
+        self._warn("quarantine", f"entry {entry_id} cannot be used and is set aside: {error}")
+        return True
 
     def _read_row(self, entry_id: str) -> Row | None:
         """The index row of an entry on disk. Called by the catalogue, so it must not call it back."""
-        folder = self._folder.entry(entry_id)
+        folder, stamp = self._folder.entry(entry_id), self._folder.stamp(entry_id)
         if entry_id in self._bad:
             return None
         try:
@@ -493,7 +500,7 @@ class Bank:
         except FileNotFoundError:
             return None
         except BadEntry as error:
-            self._set_aside(entry_id, error)
+            self._set_aside(entry_id, error, stamp)
         except FAILURES as error:
             self._warn("read", f"entry {entry_id} could not be read: {error}")
         return None
@@ -506,11 +513,10 @@ class Bank:
     def _info_of_row(self, row: Row, similarity: float | None = None) -> EntryInfo | None:
         """From the index alone; from the entry where the index is damaged."""
         try:
-            info = codec.info_of(json.loads(row.card), row.bytes, **_usage(row))
+            return codec.info_of(json.loads(row.card), row.bytes, similarity=similarity, **_usage(row))
         except (KeyError, TypeError, ValueError):
             manifest = self._manifest(row.id)
-            info = self._info(manifest) if manifest else None
-        return replace(info, similarity=similarity) if info else None
+        return replace(self._info(manifest), similarity=similarity) if manifest else None
 
 
 def _usage(row: Row | None) -> dict[str, Any]:
