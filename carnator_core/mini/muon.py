@@ -41,7 +41,9 @@ class Muon(torch.optim.Optimizer):
             for shape, params in same_shape.items():
                 updates = []
                 for p in params:
-                    buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    if "momentum" not in self.state[p]:
+                        self.state[p]["momentum"] = torch.zeros_like(p)
+                    buffer = self.state[p]["momentum"]
                     buffer.mul_(group["momentum"]).add_(p.grad)
                     updates.append(p.grad + group["momentum"] * buffer)
                 directions = orthogonalise(torch.stack(updates))

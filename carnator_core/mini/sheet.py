@@ -1,12 +1,22 @@
-"""Contact sheets: clips as rows of frames, for eyes."""
+"""Contact sheets: clips as rows of frames, for eyes.
+
+python -m carnator_core.mini.sheet --out docs/sheet.png
+"""
 
 from __future__ import annotations
 
+import argparse
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from PIL import Image, ImageDraw
+
+from . import codec, sample, world
+from . import model as mini
+
+PROMPTS = 8
 
 
 def frames_row(clip: torch.Tensor, zoom: int) -> Image.Image:
@@ -34,3 +44,25 @@ def sheet(clips: Sequence[torch.Tensor], titles: Sequence[str], columns: int = 2
 def save(path: Path, clips: Sequence[torch.Tensor], titles: Sequence[str], **options: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet(clips, titles, **options).save(path)
+
+
+def of_model(model, path: Path, size: int = 32, steps: int = 50) -> None:
+    """Clips of eight fixed prompts that training never saw, whatever they look like."""
+    rng = random.Random(11)
+    prompts = [world.caption(world.random_scene(rng, "calibrate")) for _ in range(PROMPTS)]
+    latents = sample.sample(model, prompts, range(PROMPTS), size=size, steps=steps)
+    save(path, list(codec.decode(latents)), prompts, zoom=128 // size)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="carnator_core.mini.sheet", description=of_model.__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="the picture to write")
+    parser.add_argument("--size", type=int, choices=(32, 64), default=32, help="pixels of a frame's side")
+    parser.add_argument("--steps", type=int, default=50)
+    options = parser.parse_args(argv)
+    of_model(mini.load(), options.out, options.size, options.steps)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -18,16 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tqdm import tqdm
 
-from . import codec, sample, sheet, text, world
+from . import codec, sheet, text, world
 from . import model as mini
 from .muon import Muon
 from .seeds import FIT
 
 EMA_DECAY = 0.999
 DROP_CAPTION = 0.1
-SHEET_PROMPTS = 8
 
 
 @dataclass
@@ -75,6 +76,11 @@ def optimisers(model: torch.nn.Module, rate: float) -> list[torch.optim.Optimize
     ]
 
 
+def _below(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors whose names begin with a prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
 class Trainer:
     def __init__(self, settings: Settings, out: Path, device: str, compiled: bool):
         self.settings, self.out, self.device = settings, out, device
@@ -89,27 +95,39 @@ class Trainer:
 
     @property
     def checkpoint(self) -> Path:
-        return self.out / "checkpoint.pt"
+        return self.out / "checkpoint.safetensors"
 
     def save(self) -> None:
-        state = {
-            "model": self.model.state_dict(), "average": self.average.state_dict(), "step": self.step,
-            "seconds": self.seconds, "optimisers": [o.state_dict() for o in self.optimisers],
-        }  # fmt: skip
+        """Write the checkpoint (one file, replaced at once) and the averaged weights as they are shipped."""
+        tensors = {f"model.{k}": v for k, v in self.model.state_dict().items()}
+        tensors |= {f"average.{k}": v for k, v in self.average.state_dict().items()}
+        for i, optimiser in enumerate(self.optimisers):
+            for place, state in optimiser.state_dict()["state"].items():
+                tensors |= {f"optimiser.{i}.{place}.{name}": value for name, value in state.items()}
         temporary = self.checkpoint.with_suffix(".tmp")
-        torch.save(state, temporary)
+        metadata = {"step": str(self.step), "seconds": str(self.seconds)}
+        save_file({k: v.contiguous() for k, v in tensors.items()}, temporary, metadata=metadata)
         temporary.replace(self.checkpoint)
         mini.save(
-            self.average, self.out / "weights.safetensors", {"step": str(self.step), "seed": str(self.settings.seed)}
+            self.average,
+            self.out / "weights.safetensors",
+            {"step": str(self.step), "seed": str(self.settings.seed)},
         )
 
     def resume(self) -> None:
-        state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        self.average.load_state_dict(state["average"])
-        for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
-            optimiser.load_state_dict(saved)
-        self.step, self.seconds = state["step"], state["seconds"]
+        """Continue from the checkpoint. FileNotFoundError when there is none."""
+        with safe_open(self.checkpoint, framework="pt", device=str(self.device)) as file:
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        self.model.load_state_dict(_below("model.", tensors))
+        self.average.load_state_dict(_below("average.", tensors))
+        for i, optimiser in enumerate(self.optimisers):
+            state: dict[int, dict[str, torch.Tensor]] = {}
+            for key, value in _below(f"optimiser.{i}.", tensors).items():
+                place, _, name = key.partition(".")
+                state.setdefault(int(place), {})[name] = value
+            optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+        self.step, self.seconds = int(metadata["step"]), float(metadata["seconds"])
 
     def start_from(self, weights: Path) -> None:
         """Begin with trained weights and fresh optimiser state."""
@@ -139,14 +157,9 @@ class Trainer:
         return loss.item()
 
     def write_sheet(self, size: int) -> None:
-        rng = random.Random(11)
-        prompts = [world.caption(world.random_scene(rng, "calibrate")) for _ in range(SHEET_PROMPTS)]
-        model = self.average.cpu().eval()
-        latents = sample.sample(model, prompts, range(SHEET_PROMPTS), size=size, steps=20)
+        path = self.out / f"sheet_{size}_{self.step:06d}.png"
+        sheet.of_model(self.average.cpu().eval(), path, size, steps=20)
         self.average.to(self.device)
-        sheet.save(
-            self.out / f"sheet_{size}_{self.step:06d}.png", list(codec.decode(latents)), prompts, zoom=128 // size
-        )
 
 
 def run(trainer: Trainer, save_every: int, sheet_every: int) -> None:

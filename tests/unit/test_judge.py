@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from carnator_core.mini import judge as judging
-from carnator_core.mini import seeds, world
+from carnator_core.mini import judge_calibration, seeds, world
 from carnator_core.mini.judge import Verdict, faithfulness, judge
 
 SEED = seeds.FIT.start + 4000  # the tolerances were derived from the calibration split's seeds
@@ -63,9 +63,9 @@ def test_truth_keeps_its_distance_from_the_tolerances(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", sorted(set(judging.CORRUPTIONS) - {"half of another seed"}))
+@pytest.mark.parametrize("name", sorted(set(judge_calibration.CORRUPTIONS) - {"half of another seed"}))
 def test_corrupted_clips_are_fully_right_for_neither_scene(name, size):
-    for case in judging.cases(name, 10 if size == 32 else 4, size, SEED + 1000):
+    for case in judge_calibration.cases(name, 10 if size == 32 else 4, size, SEED + 1000):
         verdict = judge(case.clip)
         assert not any(fully_right(verdict, s) for s in case.scenes), (name, [s.key for s in case.scenes], verdict)
 
@@ -73,7 +73,7 @@ def test_corrupted_clips_are_fully_right_for_neither_scene(name, size):
 @pytest.mark.parametrize("name", ["blend of two scenes", "fade over time", "half of another scene"])
 def test_mixtures_of_scenes_one_word_apart_hardly_ever_pass(name):
     """Some cannot be told: a ball and a ring in the same place, before almost the same pattern."""
-    made = judging.cases(name, 20, 32, SEED + 1500, neighbours=True)
+    made = judge_calibration.cases(name, 20, 32, SEED + 1500, neighbours=True)
     passed = [c for c in made if any(fully_right(judge(c.clip), s) for s in c.scenes)]
     assert len(passed) <= 1
 
@@ -120,10 +120,10 @@ def test_a_frozen_frame_reads_as_a_resting_scene():
     assert verdict.attributes["object"] == SCENE.object
 
 
-@pytest.mark.parametrize("name", judging.HARMLESS)
+@pytest.mark.parametrize("name", judge_calibration.HARMLESS)
 @pytest.mark.parametrize(("size", "count"), [(32, 25), (64, 8)])
 def test_harmless_changes_do_not_disturb_the_reading(name, size, count):
-    made = judging.cases(name, count, size, SEED + 3000)
+    made = judge_calibration.cases(name, count, size, SEED + 3000)
     right = sum(fully_right(judge(case.clip), case.scenes[0]) for case in made)
     assert right / count >= 0.98
 
@@ -192,16 +192,16 @@ def test_an_unreadable_attribute_counts_as_wrong():
 
 
 def test_the_command_reprints_what_the_tolerances_rest_on(capsys):
-    judging.main(["--renders", "4", "--sizes", "32", "--json"])
+    judge_calibration.main(["--renders", "4", "--sizes", "32", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert set(found["tolerances"]) == set(judging.TOLERANCES)
     assert found["truth"][0]["all_right"] == 1.0
     names = {change["change"] for change in found["changes"]}
-    assert set(judging.CORRUPTIONS) | set(judging.HARMLESS) <= names
+    assert set(judge_calibration.CORRUPTIONS) | set(judge_calibration.HARMLESS) <= names
     assert all(set(change["measures"]) == set(judging.TOLERANCES) for change in found["changes"])
 
 
 def test_the_command_refuses_to_measure_nothing(capsys):
     with pytest.raises(SystemExit):
-        judging.main(["--renders", "0"])
+        judge_calibration.main(["--renders", "0"])
     assert "at least 1" in capsys.readouterr().err

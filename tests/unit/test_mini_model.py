@@ -80,6 +80,15 @@ def test_resumed_training_continues_as_if_never_stopped(tmp_path):
     assert [second.train_step() for _ in range(2)] == pytest.approx(losses[2:], rel=1e-5)
 
 
+def test_a_checkpoint_is_no_pickle_and_a_missing_one_is_named(tmp_path):
+    trainer = train.Trainer(train.Settings(2, 1, 1e-3, 1.0, 0.5, 0), tmp_path, "cpu", compiled=False)
+    with pytest.raises(FileNotFoundError):
+        trainer.resume()
+    trainer.save()
+    assert "average.patch_embedding.weight" in load_file(trainer.checkpoint)
+    assert [p.suffix for p in tmp_path.iterdir()] == [".safetensors"] * 2
+
+
 def test_evaluate_prints_its_contract(capsys):
     assert evaluate.main(["--captions", "2", "--steps", "2", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
