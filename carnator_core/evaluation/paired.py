@@ -86,7 +86,7 @@ def compare(
         "fewer-steps": walk(wanted, noise, dense_plan(fewer), FrozenAnswer()),
         "own-frozen": walk(wanted, noise, plan, FrozenAnswer()),
         "own-forecast": walk(wanted, noise, plan, ForecastAnswer()),
-        "own-forecast-full": walk(wanted, noise, plan, ForecastAnswer(1.0)),
+        "own-forecast-half": walk(wanted, noise, plan, ForecastAnswer(0.5)),
         "nirvana": walk(wanted, seen[resume][0], whole, FrozenAnswer(), start=resume),
         "carnator": walk(wanted, noise, plan, DonorAnswer(trajectory, grid)),
     }
@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--grid", choices=GRIDS, default="small")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--plan", default="paced-1", help="resume-K or paced-R")
+    parser.add_argument("--plan", default="paced-3", help="resume-K or paced-R")
     parser.add_argument("--split", choices=RANGES, default="fit")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")

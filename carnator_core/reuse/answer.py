@@ -1,10 +1,11 @@
 """Answers for skipped steps, in x0.
 
-    D(sigma) = F(sigma) + U (x0_target(p) + x0_donor(sigma) - x0_donor(p) - F(sigma))
+    D(sigma) = F_target(sigma) + U (x0_donor(sigma) - F_donor(sigma))
 
-p is the noise level of the target's latest dense step (the anchor). Where the agreement U is 1 the answer follows the
-donor's refinement since then; where it is 0 it follows F, the target's own forecast from its last two dense steps.
-At a dense step nothing is answered, the anchor moves. A multistep sampler sees one consistent history of predictions.
+F extends a course linearly from its last two dense steps. The target's own forecast is a strong answer by itself; the
+donor, whose true course is known, lends what such a forecast misses: F_donor is made from the donor's predictions at
+the very same two levels, and its error is added where the agreement U says that the two requests show the same thing.
+At a dense step nothing is answered. A multistep sampler sees one consistent history of predictions.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from ..grid import TokenGrid, smooth
 from .trajectory import Trajectory
 
-SOFTNESS = 0.5  # mean squared difference (latents of unit deviation) at which trust has fallen to 1/e
+SOFTNESS = 2.0  # mean squared difference (latents of unit deviation) at which trust has fallen to 1/e
 
 
 def agreement(target: torch.Tensor, donor: torch.Tensor, grid: TokenGrid, softness: float = SOFTNESS) -> torch.Tensor:
@@ -40,12 +41,9 @@ class FrozenAnswer:
 
 
 class ForecastAnswer:
-    """Control without history: the target's last two own predictions, extended linearly in sigma at a given slope.
+    """Control without history: the target's last two own predictions, extended linearly in sigma at a given slope."""
 
-    Half the slope is the better guess: the course flattens towards the end.
-    """
-
-    def __init__(self, slope: float = 0.5) -> None:
+    def __init__(self, slope: float = 1.0) -> None:
         self.slope = slope
         self._seen: list[tuple[float, torch.Tensor]] = []
 
@@ -62,21 +60,22 @@ class ForecastAnswer:
 
 
 class DonorAnswer:
-    """Answers from a donor's trajectory where target and donor agree at the anchor, from the own forecast elsewhere."""
+    """The target's own forecast, corrected where both agree by what the same forecast of the donor misses."""
 
     def __init__(self, donor: Trajectory, grid: TokenGrid, softness: float = SOFTNESS):
         self.donor, self.grid, self.softness = donor, grid, softness
-        self.own = ForecastAnswer()
-        self._anchor: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._own, self._lent = ForecastAnswer(), ForecastAnswer()
+        self._trust: torch.Tensor | None = None
 
     def observe(self, sigma: float, x0: torch.Tensor) -> None:
-        """A dense step's own prediction: the new anchor."""
+        """A dense step's own prediction."""
         lent = self.donor.at(sigma).to(x0.device)
-        self._anchor = x0 - lent, agreement(x0, lent, self.grid, self.softness)
-        self.own.observe(sigma, x0)
+        self._own.observe(sigma, x0)
+        self._lent.observe(sigma, lent)
+        self._trust = agreement(x0, lent, self.grid, self.softness)
 
     def answer(self, sigma: float) -> torch.Tensor:
-        """The prediction for a step that is not computed, in the anchor's dtype."""
-        forecast = self.own.answer(sigma)
-        offset, trust = self._anchor
-        return torch.lerp(forecast.float(), offset + self.donor.at(sigma).to(offset.device), trust).to(forecast.dtype)
+        """The prediction for a step that is not computed, in the dtype of what was observed."""
+        own = self._own.answer(sigma)
+        missed = self.donor.at(sigma).to(own.device) - self._lent.answer(sigma)
+        return (own + self._trust * missed).to(own.dtype)

@@ -33,7 +33,7 @@ def test_a_donor_equal_to_the_target_is_followed_exactly():
 def test_where_target_and_donor_disagree_the_target_is_held():
     donor = trajectory()
     own = donor.at(LEVELS[2]).clone()
-    own[..., :4] += 3.0  # the left half of the frame shows something else
+    own[..., :4] += 6.0  # the left half of the frame shows something else
     answerer = DonorAnswer(donor, GRID)
     answerer.observe(LEVELS[2], own)
     answer = answerer.answer(LEVELS[8])
