@@ -47,6 +47,7 @@ class RunReport:
     seconds: dict[str, float] = field(default_factory=dict)  # by part: model, carnator, ...
     warnings: list[str] = field(default_factory=list)
     written: str | None = None  # id of the entry this run left in the bank
+    known_dense_seconds: float | None = None  # of the very same request, computed before
     started: float = field(default_factory=time.time)
     schema: int = SCHEMA
 
@@ -57,14 +58,14 @@ class RunReport:
 
     @property
     def dense_seconds(self) -> float | None:
-        """What the same run would have taken densely, estimated from its own dense steps."""
+        """What the same run would have taken densely, estimated from its own dense steps where it has any."""
         dense = sorted(row.seconds for row in self.steps if row.kind == "dense")
-        return dense[len(dense) // 2] * len(self.steps) if dense and self.steps else None
+        return dense[len(dense) // 2] * len(self.steps) if dense and self.steps else self.known_dense_seconds
 
     @property
     def speedup(self) -> float | None:
-        """Estimated dense seconds over the seconds this run's steps and Carnator took."""
-        spent = sum(row.seconds for row in self.steps) + self.seconds.get("carnator", 0.0)
+        """Estimated dense seconds over the seconds that the model and Carnator took."""
+        spent = self.seconds.get("model", 0.0) + self.seconds.get("carnator", 0.0)
         dense = self.dense_seconds
         return dense / spent if dense and spent > 0 else None
 

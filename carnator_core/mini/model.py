@@ -19,14 +19,14 @@ WEIGHTS = Path(__file__).parent / "weights" / "carnator_mini_t2v.safetensors"
 
 CONFIG = dict(
     patch_size=(1, 2, 2),
-    num_attention_heads=1,
+    num_attention_heads=2,
     attention_head_dim=128,
     in_channels=16,
     out_channels=16,
     text_dim=4096,
     freq_dim=256,
     ffn_dim=512,
-    num_layers=8,
+    num_layers=5,
     cross_attn_norm=True,
     qk_norm="rms_norm_across_heads",
 )
@@ -34,9 +34,18 @@ CONFIG = dict(
 SHIFT = 3.0  # Wan's flow shift: sigma = shift u / (1 + (shift - 1) u)
 
 
-def build() -> WanTransformer3DModel:
-    """An untrained embedded model in float32."""
-    return WanTransformer3DModel(**CONFIG)
+def build(**changes: int) -> WanTransformer3DModel:
+    """An untrained embedded model in float32; `changes` replace entries of `CONFIG`."""
+    return WanTransformer3DModel(**{**CONFIG, **changes})
+
+
+def size_of(state: dict[str, torch.Tensor]) -> dict[str, int]:
+    """The entries of `CONFIG` that a state dict (diffusers' key names) was built with, read from its shapes."""
+    return dict(
+        num_attention_heads=state["patch_embedding.weight"].shape[0] // CONFIG["attention_head_dim"],
+        num_layers=1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks.")),
+        ffn_dim=state["blocks.0.ffn.net.0.proj.weight"].shape[0],
+    )
 
 
 def save(model: WanTransformer3DModel, path: Path, metadata: dict[str, str]) -> None:
@@ -50,6 +59,7 @@ def load(path: Path = WEIGHTS, dtype: torch.dtype = torch.float32) -> WanTransfo
     """The trained embedded model; FileNotFoundError names the command that trains one."""
     if not path.is_file():
         raise FileNotFoundError(f"no weights at {path}; train them with: python -m carnator_core.mini.train")
-    model = build().to(dtype)
-    model.load_state_dict({k: v.to(dtype) for k, v in from_original(load_file(path)).items()})
+    state = from_original(load_file(path))
+    model = build(**size_of(state)).to(dtype)
+    model.load_state_dict({k: v.to(dtype) for k, v in state.items()})
     return model.eval().requires_grad_(False)

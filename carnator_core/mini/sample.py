@@ -25,15 +25,26 @@ def noise(seeds: Sequence[int], size: int, frames: int = 5) -> torch.Tensor:
 
 
 def guided_x0(
-    model, x: torch.Tensor, sigma: float, cond: torch.Tensor, uncond: torch.Tensor, guidance: float
+    model,
+    x: torch.Tensor,
+    sigma: float,
+    cond: torch.Tensor,
+    uncond: torch.Tensor,
+    guidance: float,
+    on_branches: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
-    """The model's guided prediction of the clean latent at noise level sigma, (B, 16, T, h, w)."""
-    timestep = torch.full((len(x),), 1000.0 * sigma)
+    """The model's guided prediction of the clean latent at noise level sigma, (B, 16, T, h, w).
+
+    `on_branches(cond, uncond)` sees both predictions of the velocity; never called at guidance 1.
+    """
+    timestep = torch.full((len(x),), 1000.0 * sigma, device=x.device)
     if guidance == 1:
         v = model(x, timestep, cond, return_dict=False)[0]
     else:
         both = model(x.repeat(2, 1, 1, 1, 1), timestep.repeat(2), torch.cat((cond, uncond)), return_dict=False)[0]
         v_cond, v_uncond = both.chunk(2)
+        if on_branches:
+            on_branches(v_cond, v_uncond)
         v = v_uncond + guidance * (v_cond - v_uncond)
     return x - sigma * v
 

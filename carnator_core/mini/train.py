@@ -14,8 +14,10 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -65,31 +67,101 @@ def rate_at(step: int, settings: Settings) -> float:
     return settings.rate * min(1.0, (step + 1) / 100, max(0.02, left))
 
 
-def optimisers(model: torch.nn.Module, rate: float) -> list[torch.optim.Optimizer]:
+def fast_dtype(device: str) -> torch.dtype:
+    """bfloat16 where the device multiplies it in hardware (AMX on CPUs, any recent GPU), float32 elsewhere."""
+    fast = torch.cpu._is_amx_tile_supported() if device == "cpu" else True
+    return torch.bfloat16 if fast else torch.float32
+
+
+def optimisers(model: torch.nn.Module, rate: float, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
     """Muon on the matrices of the blocks, AdamW on everything else."""
     matrices = [p for n, p in model.named_parameters() if n.startswith("blocks.") and p.ndim == 2]
     chosen = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in chosen]
     return [
-        Muon(matrices, lr=rate, weight_decay=0.01),
+        Muon(matrices, lr=rate, weight_decay=0.01, dtype=dtype),
         torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
 
-def _below(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def descend(
+    optimisers: Sequence[torch.optim.Optimizer], parameters: Sequence[torch.Tensor], loss: torch.Tensor, rate: float
+) -> None:
+    """One step down the loss, gradients clipped to unit norm."""
+    for optimiser in optimisers:
+        optimiser.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            group["lr"] = rate
+        optimiser.step()
+
+
+def below(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors whose names begin with a prefix, without it."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def write_checkpoint(
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    optimisers: Sequence[torch.optim.Optimizer],
+    step: int,
+    seconds: float,
+) -> None:
+    """One safetensors file with tensors and optimiser states, replaced at once."""
+    tensors = dict(tensors)
+    for i, optimiser in enumerate(optimisers):
+        for place, state in optimiser.state_dict()["state"].items():
+            tensors |= {f"optimiser.{i}.{place}.{name}": value for name, value in state.items()}
+    temporary = path.with_suffix(".tmp")
+    metadata = {"step": str(step), "seconds": str(seconds)}
+    save_file({k: v.detach().contiguous() for k, v in tensors.items()}, temporary, metadata=metadata)
+    temporary.replace(path)
+
+
+def read_checkpoint(
+    path: Path, optimisers: Sequence[torch.optim.Optimizer], device: str
+) -> tuple[dict[str, torch.Tensor], int, float]:
+    """(tensors, step, seconds) of a checkpoint; sets the optimisers' states. FileNotFoundError when there is none."""
+    with safe_open(path, framework="pt", device=str(device)) as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    for i, optimiser in enumerate(optimisers):
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for key, value in below(f"optimiser.{i}.", tensors).items():
+            place, _, name = key.partition(".")
+            state.setdefault(int(place), {})[name] = value
+        optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+    return tensors, int(metadata["step"]), float(metadata["seconds"])
+
+
+class Run(Protocol):
+    """What `run` drives: anything that trains in steps, saves itself and shows what it can do."""
+
+    settings: Settings
+    out: Path
+    step: int
+    seconds: float
+
+    def train_step(self) -> float: ...
+
+    def save(self) -> None: ...
+
+    def write_sheet(self) -> None: ...
 
 
 class Trainer:
     def __init__(self, settings: Settings, out: Path, device: str, compiled: bool):
         self.settings, self.out, self.device = settings, out, device
+        self.dtype = fast_dtype(device)
         torch.manual_seed(settings.seed)
         self.model = mini.build().to(device)
         self.forward = torch.compile(self.model, dynamic=False) if compiled else self.model
         self.average = mini.build().to(device).requires_grad_(False)
         self.average.load_state_dict(self.model.state_dict())
-        self.optimisers = optimisers(self.model, settings.rate)
+        self.optimisers = optimisers(self.model, settings.rate, self.dtype)
         self.step = 0
         self.seconds = 0.0
 
@@ -101,13 +173,7 @@ class Trainer:
         """Write the checkpoint (one file, replaced at once) and the averaged weights as they are shipped."""
         tensors = {f"model.{k}": v for k, v in self.model.state_dict().items()}
         tensors |= {f"average.{k}": v for k, v in self.average.state_dict().items()}
-        for i, optimiser in enumerate(self.optimisers):
-            for place, state in optimiser.state_dict()["state"].items():
-                tensors |= {f"optimiser.{i}.{place}.{name}": value for name, value in state.items()}
-        temporary = self.checkpoint.with_suffix(".tmp")
-        metadata = {"step": str(self.step), "seconds": str(self.seconds)}
-        save_file({k: v.contiguous() for k, v in tensors.items()}, temporary, metadata=metadata)
-        temporary.replace(self.checkpoint)
+        write_checkpoint(self.checkpoint, tensors, self.optimisers, self.step, self.seconds)
         mini.save(
             self.average,
             self.out / "weights.safetensors",
@@ -116,18 +182,9 @@ class Trainer:
 
     def resume(self) -> None:
         """Continue from the checkpoint. FileNotFoundError when there is none."""
-        with safe_open(self.checkpoint, framework="pt", device=str(self.device)) as file:
-            metadata = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-        self.model.load_state_dict(_below("model.", tensors))
-        self.average.load_state_dict(_below("average.", tensors))
-        for i, optimiser in enumerate(self.optimisers):
-            state: dict[int, dict[str, torch.Tensor]] = {}
-            for key, value in _below(f"optimiser.{i}.", tensors).items():
-                place, _, name = key.partition(".")
-                state.setdefault(int(place), {})[name] = value
-            optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
-        self.step, self.seconds = int(metadata["step"]), float(metadata["seconds"])
+        tensors, self.step, self.seconds = read_checkpoint(self.checkpoint, self.optimisers, self.device)
+        self.model.load_state_dict(below("model.", tensors))
+        self.average.load_state_dict(below("average.", tensors))
 
     def start_from(self, weights: Path) -> None:
         """Begin with trained weights and fresh optimiser state."""
@@ -139,30 +196,24 @@ class Trainer:
         clean, noise, sigma, embeddings = (t.to(self.device) for t in batch_at(self.step, self.settings))
         level = sigma.view(-1, 1, 1, 1, 1)
         noisy = (1 - level) * clean + level * noise
-        prediction = self.forward(noisy, sigma * 1000, embeddings, return_dict=False)[0]
-        loss = (prediction - (noise - clean)).pow(2).mean()
-        for optimiser in self.optimisers:
-            optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        rate = rate_at(self.step, self.settings)
-        for optimiser in self.optimisers:
-            for group in optimiser.param_groups:
-                group["lr"] = rate
-            optimiser.step()
+        with torch.autocast(torch.device(self.device).type, self.dtype, enabled=self.dtype != torch.float32):
+            prediction = self.forward(noisy, sigma * 1000, embeddings, return_dict=False)[0]
+        loss = (prediction.float() - (noise - clean)).pow(2).mean()
+        descend(self.optimisers, list(self.model.parameters()), loss, rate_at(self.step, self.settings))
         decay = min(EMA_DECAY, (1 + self.step) / (10 + self.step))
         with torch.no_grad():
             torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 1 - decay)
         self.step += 1
         return loss.item()
 
-    def write_sheet(self, size: int) -> None:
+    def write_sheet(self) -> None:
+        size = 64 if self.step > self.settings.large_from * self.settings.steps else 32
         path = self.out / f"sheet_{size}_{self.step:06d}.png"
         sheet.of_model(self.average.cpu().eval(), path, size, steps=20)
         self.average.to(self.device)
 
 
-def run(trainer: Trainer, save_every: int, sheet_every: int) -> None:
+def run(trainer: Run, save_every: int, sheet_every: int) -> None:
     total = trainer.settings.steps
     bar = tqdm(total=total, initial=trainer.step, unit="step", smoothing=0.02)
     log = (trainer.out / "log.jsonl").open("a")
@@ -181,8 +232,7 @@ def run(trainer: Trainer, save_every: int, sheet_every: int) -> None:
         if trainer.step % save_every == 0 or trainer.step == total:
             trainer.save()
         if trainer.step % sheet_every == 0 or trainer.step == total:
-            large = trainer.step > trainer.settings.large_from * total
-            trainer.write_sheet(64 if large else 32)
+            trainer.write_sheet()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -190,11 +240,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/mini"), help="checkpoints, log and sample sheets")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
     parser.add_argument("--init", type=Path, help="start from these weights with fresh optimiser state")
-    parser.add_argument("--steps", type=int, default=12_000)
-    parser.add_argument("--batch", type=int, default=12, help="clips a step on the small grid; a quarter on the large")
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--batch", type=int, default=32, help="clips a step on the small grid; a quarter on the large")
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument(
-        "--large-from", type=float, default=0.6, help="share of the steps after which the large grid joins"
+        "--large-from", type=float, default=0.5, help="share of the steps after which the large grid joins"
     )
     parser.add_argument("--decay", type=float, default=0.3, help="share of the steps over which the rate falls")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,0 +1,71 @@
+"""Wan in diffusers: token layout, and taps on one block's attention through forward pre-hooks that only read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..grid import TokenGrid
+from ..signature.taps import Taps, middle_layer
+
+NAME = "wan"
+
+
+def takes(transformer: torch.nn.Module) -> bool:
+    """Text-to-video Wan only: image conditioning changes what a latent holds."""
+    return (
+        type(transformer).__name__ == "WanTransformer3DModel" and getattr(transformer.config, "image_dim", None) is None
+    )
+
+
+def grid_of(transformer: torch.nn.Module, latent_shape: tuple[int, ...]) -> TokenGrid:
+    return TokenGrid.of_latent(latent_shape, tuple(transformer.config.patch_size))
+
+
+def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(1, s, heads * d) -> (heads, s, d)."""
+    return x[0].unflatten(-1, (heads, -1)).transpose(0, 1)
+
+
+def _rotated(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Wan's rotary position on (heads, s, d); cosines and sines (1, s, 1, d), pairs side by side."""
+    cos, sin = (r[0, :, 0, :].float() for r in rotary)
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[..., 0::2], sin[..., 1::2]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
+
+
+def _argument(args: tuple, kwargs: dict, place: int, name: str):
+    return kwargs[name] if name in kwargs else (args[place] if len(args) > place else None)
+
+
+@contextmanager
+def tapped(transformer: torch.nn.Module, taps: Taps, row: int = 0) -> Iterator[None]:
+    """Within the block, `taps` sees batch row `row` of every forward's middle layer. Outputs do not change by a bit."""
+    block = transformer.blocks[middle_layer(len(transformer.blocks))]
+
+    def cross(attention, args, kwargs):
+        hidden = _argument(args, kwargs, 0, "hidden_states")[row : row + 1]
+        text = _argument(args, kwargs, 1, "encoder_hidden_states")[row : row + 1]
+        q, k = attention.norm_q(attention.to_q(hidden)), attention.norm_k(attention.to_k(text))
+        taps.read_cross(_heads(q, attention.heads), _heads(k, attention.heads))
+
+    def own(attention, args, kwargs):
+        hidden = _argument(args, kwargs, 0, "hidden_states")[row : row + 1]
+        rotary = _argument(args, kwargs, 3, "rotary_emb")
+        if rotary is None:
+            return
+        q, k = attention.norm_q(attention.to_q(hidden)), attention.norm_k(attention.to_k(hidden))
+        taps.read_self(*(_rotated(_heads(x, attention.heads), rotary) for x in (q, k)))
+
+    handles = [
+        block.attn2.register_forward_pre_hook(cross, with_kwargs=True),
+        block.attn1.register_forward_pre_hook(own, with_kwargs=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,26 @@
+"""Policies: how much risk a person takes, and what an accepted risk allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Policy:
+    """`threshold`: the largest accepted risk, on the gate's scale of [0, 1]. `depth`: most steps skipped in a row."""
+
+    name: str
+    threshold: float
+    depth: int
+
+
+POLICIES = {
+    policy.name: policy for policy in (Policy("safe", 0.35, 1), Policy("balanced", 0.5, 2), Policy("fast", 0.65, 3))
+}
+DEFAULT = "balanced"
+
+
+def policy_named(name: str) -> Policy:
+    if name not in POLICIES:
+        raise ValueError(f"policy {name!r} is unknown; use one of {', '.join(POLICIES)}")
+    return POLICIES[name]

@@ -1,0 +1,95 @@
+"""The embedded model's pipeline: a prompt goes in, a clip and a report come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..backbones import wan
+from ..bank import Bank
+from ..gate.policy import DEFAULT, policy_named
+from ..mini import codec, sample, text
+from ..mini import model as mini
+from ..report import RunReport
+from ..request import Identity, Profile, Request, digest_of_tensor, digest_of_weights
+from ..reuse.engine import Run
+from ..reuse.plan import Plan
+from ..signature.evidence import Evidence
+from ..signature.taps import Taps
+from .attached import unpadded
+
+
+@dataclass(frozen=True)
+class Clip:
+    """`latent` (1, 16, 5, h, w), `frames` (3, 5, 2h, 2w) in [-1, 1]; `evidence` only where a donor was judged."""
+
+    prompt: str
+    latent: torch.Tensor
+    frames: torch.Tensor
+    report: RunReport
+    evidence: Evidence | None
+
+
+class Generator:
+    """The embedded model with a bank. Weights are loaded once and digested once."""
+
+    def __init__(self, bank: Bank, policy: str = DEFAULT, weights: Path = mini.WEIGHTS, guidance: float | None = None):
+        self.model = mini.load(weights)
+        self.bank, self.policy = bank, policy_named(policy)
+        self.guidance = sample.GUIDANCE if guidance is None else guidance
+        self.weights = digest_of_weights(self.model.named_parameters())
+
+    def request(self, prompt: str, seed: int, noise: torch.Tensor, levels: torch.Tensor) -> Request:
+        uncond = digest_of_tensor(unpadded(text.encode([""])[0])) if self.guidance != 1 else ""
+        identity = Identity(self.weights, tuple(noise.shape), "float32", "flow", self.guidance, uncond)
+        rows = unpadded(text.encode([prompt])[0])
+        sigmas = tuple(float(s) for s in levels)
+        return Request(identity, Profile(rows, digest_of_tensor(noise), sigmas, "euler", prompt, seed))
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str,
+        seed: int = 0,
+        size: int = 64,
+        steps: int = 50,
+        donor: str | None = None,
+        forced: Plan | None = None,
+        on_step: Callable[[int, int], None] | None = None,
+    ) -> Clip:
+        """Generate a clip of `size` x `size` pixels. `on_step(done, steps)` after each step."""
+        x, levels = sample.noise([seed], size), sample.sigmas(steps)
+        grid = wan.grid_of(self.model, tuple(x.shape))
+        request = self.request(prompt, seed, x, levels)
+        taps = Taps(grid, len(request.profile.conditioning))
+        run = Run(request, self.bank, self.policy, grid, taps, donor, forced)
+        latent = run.exact()
+        try:
+            if latent is None:
+                latent = self._denoise(run, x, levels.tolist(), on_step)
+        except BaseException as error:
+            run.abort(type(error).__name__)
+            raise
+        report = run.finish(latent)
+        return Clip(prompt, latent, codec.decode(latent)[0], report, run.evidence)
+
+    def _denoise(self, run: Run, x: torch.Tensor, levels: list[float], on_step: Callable | None) -> torch.Tensor:
+        """Euler, as `mini.sample` does it without reuse."""
+        cond, uncond = text.encode([run.request.profile.prompt]), text.encode([""])
+        for i, (sigma, following) in enumerate(zip(levels[:-1], levels[1:], strict=True)):
+            tapped = i == run.probe - 1 and self.bank.mode != "off"
+            branches = run.taps.read_branches if tapped and self.guidance != 1 else None
+
+            def compute(x=x, sigma=sigma, tapped=tapped, branches=branches) -> torch.Tensor:
+                with wan.tapped(self.model, run.taps) if tapped else nullcontext():
+                    return sample.guided_x0(self.model, x, sigma, cond, uncond, self.guidance, branches)
+
+            x0 = run.step(sigma, compute)
+            x = x0 + (following / sigma) * (x - x0)
+            if on_step:
+                on_step(i + 1, len(levels) - 1)
+        return x

@@ -1,0 +1,326 @@
+"""The engine: one sampling run as a state machine that a host drives, in guided x0.
+
+    run = Run(request, bank, policy)
+    stored = run.exact()                  # a result that is bit-equal to this very request's, or None
+    x0 = run.step(sigma, compute)         # once per model call; `compute` is the host's own forward
+    report = run.finish(result)           # keeps a computed run as a donor
+
+The probe runs dense; after it the nearest donors are recalled and judged, and the rest of the plan is fixed. Until the
+first skipped step nothing of the run is touched, so a miss is the run itself. A host that computes a step in several
+calls uses `answer` and `observe` instead of `step`. No method but `compute` itself raises because of a bank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from ..bank import Bank, Entry, EntryDraft
+from ..gate.decide import Verdict, judge, schedules_differ
+from ..gate.policy import Policy
+from ..grid import TokenGrid
+from ..report import RunReport, StepRow
+from ..request import Request
+from ..schedule import is_level, probe_steps, step_of
+from ..signature.early import EarlySignature
+from ..signature.evidence import Evidence, gather
+from ..signature.taps import Taps
+from .answer import DonorAnswer
+from .plan import Plan, dense_plan, paced_plan
+from .trajectory import Trajectory
+
+CANDIDATES = 10  # paper: K = 10
+KEEP_BYTES = 32 * 2**20  # of predictions that a run remembers, in 16 bits
+KEEP_LEAST = 8
+COLLAPSE = 0.05  # a prediction whose deviation falls to this share of the last computed one's has collapsed
+
+
+def kept_levels(steps: int, latent_numel: int) -> list[int]:
+    """Steps whose predictions are kept: all while they fit `KEEP_BYTES`, else evenly spread with both ends."""
+    count = min(steps, max(KEEP_LEAST, KEEP_BYTES // max(1, 2 * latent_numel)))
+    if count >= steps:
+        return list(range(steps))
+    return sorted({round(i * (steps - 1) / (count - 1)) for i in range(count)})
+
+
+class Run:
+    """One target. `grid`: the model's token grid; `taps`: what the host's taps write to, if it has any.
+
+    `donor`: judge this entry alone instead of the nearest ones. `forced`: take this plan with the accepted donor
+    whatever the risk (for measurements).
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        bank: Bank,
+        policy: Policy,
+        grid: TokenGrid,
+        taps: Taps | None = None,
+        donor: str | None = None,
+        forced: Plan | None = None,
+    ):
+        self.request, self.bank, self.policy, self.grid, self.taps = request, bank, policy, grid, taps
+        self._wanted, self._forced = donor, forced
+        self.sigmas = tuple(s for s in request.profile.sigmas if s > 0)
+        self.steps = len(self.sigmas)
+        self.probe = probe_steps(self.steps)
+        self.plan = dense_plan(self.sigmas)
+        self.report = RunReport(reason="the run ended before the gate was asked")
+        self.evidence: Evidence | None = None
+        self._decided = False
+        self._tainted = ""  # why this run must not become a donor
+        self._stopped = ""  # why reuse ended early
+        self._answerer: DonorAnswer | None = None
+        self._spread: float | None = None
+        self._seen: set[int] = set()
+        self._keep = set(kept_levels(self.steps, _numel(request)))
+        self._kept: dict[int, torch.Tensor] = {}
+        self._probed: list[tuple[float, torch.Tensor]] = []  # the probe's last two predictions
+        self._last: tuple[float, torch.Tensor] | None = None
+
+    # --- what a host calls ---
+
+    def exact(self) -> torch.Tensor | None:
+        """The stored result of this very request, on the CPU; then the host need not call `step` at all."""
+        with self._own_time():
+            info = self.bank.exact(self.request)
+            result = self.bank.result(info.id) if info and self._wanted in (None, info.id) else None
+            if result is None:
+                return None
+            self._decided, self._tainted = True, "an exact result"
+            self.report.decision, self.report.donor, self.report.risk = "exact", info.id, 0.0
+            self.report.threshold = self.policy.threshold
+            self.report.reason = "this very request was computed before; its stored result is returned"
+            self.report.known_dense_seconds = info.dense_seconds
+            self.report.steps = [StepRow(i, s, "exact", cost=0.0) for i, s in enumerate(self.sigmas)]
+            self.bank.touch(info.id, info.dense_seconds)
+            return result
+
+    def step(self, sigma: float, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The guided x0 prediction of one model call, (B, C, T, H, W): answered, or computed and remembered."""
+        answered = self.answer(sigma)
+        if answered is not None:
+            return answered
+        started = time.perf_counter()
+        x0 = compute()
+        _wait_for(x0)
+        self.observe(sigma, x0, time.perf_counter() - started)
+        return x0
+
+    def answer(self, sigma: float) -> torch.Tensor | None:
+        """The prediction to use instead of the model's at this call; None when the model must be called."""
+        with self._own_time():
+            started = time.perf_counter()
+            index = step_of(sigma, self.sigmas)
+            if not is_level(sigma, self.sigmas):
+                self._stop("the sampler calls the model between the steps of its schedule")
+            elif index in self._seen:
+                self._stop("the sampler calls the model more than once a step")
+            if index >= self.probe and not self._decided:
+                self._decide()
+            if self._stopped or self.plan.kind(index) != "skipped":
+                return None
+            x0 = self._answer(sigma)
+            if x0 is None:
+                return None
+            self._seen.add(index)
+            self.report.steps.append(StepRow(index, sigma, "skipped", time.perf_counter() - started, 0.0))
+            return x0
+
+    def observe(self, sigma: float, x0: torch.Tensor, seconds: float) -> None:
+        """A computed prediction and what it took."""
+        with self._own_time():
+            index = step_of(sigma, self.sigmas)
+            self.report.steps.append(StepRow(index, sigma, "dense", seconds))
+            self.report.seconds["model"] = self.report.seconds.get("model", 0.0) + seconds
+            self._seen.add(index)
+            self._last = (sigma, x0)
+            if index in self._keep and not self._tainted:
+                self._kept[index] = x0.detach().to("cpu", torch.float16, copy=True)
+            if index + 1 == self.probe or self._answerer is not None:
+                self._spread = float(x0.std())
+            if self._answerer is not None:
+                self._answerer.observe(sigma, x0)
+            elif index < self.probe:
+                self._probed = [*self._probed[-1:], (sigma, x0.detach().clone())]
+
+    def stop(self, reason: str) -> None:
+        """End reuse for the rest of this run; the host saw something it cannot vouch for."""
+        self._stop(reason)
+
+    def finish(self, result: torch.Tensor | None) -> RunReport:
+        """The report; a run that was computed in full, with its final latent, is kept as a donor."""
+        with self._own_time():
+            if not self._decided:
+                self._decide()
+            if self._stopped and self.report.decision == "joint":
+                self.report.warnings.append(f"reuse ended: {self._stopped}")
+            self._credit()
+            if result is not None and not self._tainted and len(self._kept) == len(self._keep):
+                self._write(result)
+            self._release()
+        self.report.warnings.extend(w for w in self.bank.warnings if w not in self.report.warnings)
+        return self.report
+
+    def abort(self, reason: str) -> RunReport:
+        """The run was interrupted or failed: nothing is kept."""
+        self._tainted = self._tainted or reason
+        self.report.warnings.append(f"the run did not end: {reason}")
+        self._release()
+        return self.report
+
+    # --- inside ---
+
+    def _own_time(self):
+        return _clocked(self.report.seconds, "carnator")
+
+    def _stop(self, reason: str) -> None:
+        if not self._stopped:
+            self._stopped = reason
+            self._tainted = self._tainted or reason
+
+    def _release(self) -> None:
+        self._kept.clear()
+        self._probed.clear()
+        self._answerer, self._last = None, None
+        if self.taps:
+            self.taps.release()
+
+    def _decide(self) -> None:
+        """The gate, once, with what the probe has seen."""
+        self._decided = True
+        self.report.threshold = self.policy.threshold
+        if self._last is None or self.bank.mode == "off":
+            self.report.decision = "off" if self.bank.mode == "off" else "miss"
+            self.report.reason = "the bank is off" if self.bank.mode == "off" else self.report.reason
+            return
+        self.signature = EarlySignature.of_probe(self.request.profile.conditioning.cpu(), self._last[1], self.taps)
+        best = self._best_donor()
+        if self.taps:
+            self.taps.release()
+        if best is None:
+            return
+        entry, verdict, evidence = best
+        self.report.decision, self.report.reason, self.report.donor = verdict.decision, verdict.reason, entry.id
+        self.report.risk, self.report.discrepancies = verdict.risk, verdict.discrepancies
+        self.evidence = evidence
+        self.report.scope.evidence = evidence.share
+        if verdict.decision == "joint" or self._forced:
+            self._begin_joint(entry, verdict)
+        if self.report.decision in ("miss", "connectivity"):
+            self.report.donor = None if self.report.decision == "miss" else self.report.donor
+
+    def _best_donor(self) -> tuple[Entry, Verdict, Evidence] | None:
+        """The accepted donor of least risk, else the nearest refused one; None (with the reason) without any."""
+        if self._stopped:
+            self.report.reason = self._stopped
+            return None
+        ids = [self._wanted] if self._wanted else [i.id for i in self.bank.recall(self.request, CANDIDATES)]
+        judged = [found for found in map(self._judge, ids) if found is not None]
+        if not judged:
+            reason = self.bank.explain_empty(self.request) or "no donor could be read"
+            self.report.reason = f"donor {self._wanted} is not usable here" if self._wanted else reason
+            return None
+        order = {"joint": 0, "connectivity": 1, "miss": 2}
+        return min(judged, key=lambda found: (order[found[1].decision], found[1].risk))
+
+    def _judge(self, entry_id: str) -> tuple[Entry, Verdict, Evidence] | None:
+        entry = self.bank.open(entry_id)
+        if entry is None or self.request.identity.difference(entry.info.identity):
+            return None
+        try:
+            lent = EarlySignature.from_tensors(entry.signature)
+            if tuple(lent.x0.shape) != tuple(self.signature.x0.shape):
+                return None
+            evidence = gather(self.signature, lent, self.grid, self.taps.self_qk if self.taps else None)
+        except ValueError as error:
+            self.report.warnings.append(f"donor {entry_id[:8]} was passed over: {error}")
+            return None
+        same_noise = entry.info.noise == self.request.profile.noise
+        verdict = judge(self.signature, lent, evidence, same_noise, self.policy)
+        reason = schedules_differ(self.request.profile, entry.sigmas)
+        if verdict.decision == "joint" and reason:
+            verdict = replace(verdict, decision="miss", reason=reason)
+        return entry, verdict, evidence
+
+    def _begin_joint(self, entry: Entry, verdict: Verdict) -> None:
+        """Load the donor's course and fix the plan; without a course the run stays dense."""
+        predictions = entry.predictions()
+        plan = self._forced or self._plan_for(verdict.risk)
+        if predictions is None or not plan.skipped:
+            self.report.decision = "miss"
+            self.report.reason = (
+                "the donor went away" if predictions is None else f"{self.steps} steps are too few to skip any"
+            )
+            return
+        self.report.decision, self.plan = "joint", plan
+        self._tainted = "a reused trajectory never becomes a donor"
+        device = self._last[1].device
+        self._answerer = DonorAnswer(Trajectory(entry.sigmas, predictions.to(device)), self.grid)
+        for sigma, x0 in self._probed:
+            self._answerer.observe(sigma, x0)
+        self._kept.clear()
+
+    def _plan_for(self, risk: float) -> Plan:
+        """Depth by risk: the policy's most skipped steps in a row near risk 0, one near its threshold."""
+        room = 1 - risk / self.policy.threshold
+        return paced_plan(self.sigmas, max(1, min(self.policy.depth, 1 + int(room * self.policy.depth))))
+
+    def _answer(self, sigma: float) -> torch.Tensor | None:
+        x0 = self._answerer.answer(sigma)
+        spread = float(x0.std())
+        if not spread < float("inf") or (self._spread and spread < COLLAPSE * self._spread):
+            self._stop("the answer collapsed, so the rest was computed")
+            return None
+        return x0
+
+    def _credit(self) -> None:
+        """Tell the bank what a joint hit saved, so that useful donors stay."""
+        report = self.report
+        if report.decision == "joint" and report.donor and report.dense_seconds:
+            spent = sum(row.seconds for row in report.steps)
+            self.bank.touch(report.donor, max(0.0, report.dense_seconds - spent))
+
+    def _write(self, result: torch.Tensor) -> None:
+        decision = self.report.decision
+        if decision not in ("miss", "off") or self.bank.mode != "on":
+            return
+        levels = sorted(self._kept)
+        dense = sum(row.seconds for row in self.report.steps)
+        draft = EntryDraft(
+            request=self.request,
+            signature=self.signature.tensors(),
+            predictions=torch.stack([self._kept[i] for i in levels]),
+            prediction_sigmas=[self.sigmas[i] for i in levels],
+            result=result,
+            provenance={"computed": True, "decision": decision, "steps": self.steps, "dense_seconds": dense},
+        )
+        self.report.written = self.bank.write(draft)
+
+
+@contextmanager
+def _clocked(seconds: dict[str, float], part: str) -> Iterator[None]:
+    """Adds the time of a with block to one part of a report."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - started
+
+
+def _numel(request: Request) -> int:
+    count = 1
+    for side in request.identity.latent_shape:
+        count *= side
+    return count
+
+
+def _wait_for(tensor: torch.Tensor) -> None:
+    """Device work is done in the background; a step's seconds are honest only after it."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
