@@ -5,10 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carnator_core.evaluation import paired
+from carnator_core.evaluation import methods, traces
+from carnator_core.evaluation.walk import Prompted, walk
 from carnator_core.grid import TokenGrid
 from carnator_core.mini import model as mini
-from carnator_core.mini import sample, world
+from carnator_core.mini import sample
 from carnator_core.reuse.answer import DonorAnswer, ForecastAnswer, FrozenAnswer
 from carnator_core.reuse.plan import Plan, dense_plan, paced_plan, resume_plan
 from carnator_core.reuse.trajectory import Trajectory
@@ -84,14 +85,15 @@ def test_a_dense_plan_is_the_plain_sampler_bit_for_bit():
     model, prompt = mini.load(), "one small red ball moving left over the sea, steady camera"
     plain = sample.sample(model, [prompt], [5], size=16, steps=4)
     plan = dense_plan(sample.sigmas(4)[:-1].tolist())
-    walked = paired.walk(paired.Prompted(model, prompt), sample.noise([5], 16), plan, FrozenAnswer())
+    walked = walk(Prompted(model, [prompt]), sample.noise([5], 16), plan, FrozenAnswer())
     assert torch.equal(plain, walked)
 
 
 def test_a_request_that_borrows_from_itself_ends_where_the_dense_one_does():
     model = mini.load()
-    scene = world.Scene("ball", "red", "sea", "left", "small", "steady", "one")
+    pair = traces.pairs("fit", "same", 1)[0]
     plan = paced_plan(sample.sigmas(8)[:-1].tolist(), 1)
-    results = paired.compare(model, scene, scene, 5, 16, plan)
-    torch.testing.assert_close(results["carnator"], results["dense"], atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(results["own-frozen"], results["dense"], atol=1e-2)
+    case = methods.Case.of(model, [pair], 16, plan)
+    truth = methods.dense(case)
+    torch.testing.assert_close(methods.carnator(case), truth, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(methods.own_frozen(case), truth, atol=1e-2)

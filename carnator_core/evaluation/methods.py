@@ -1,0 +1,88 @@
+"""The methods that the harness compares. All spend the same number of forwards, except dense.
+
+dense           the target's own full run; every distance is to its result
+fewer-steps     a shorter schedule
+own-frozen      the plan, skipped steps answered by the target's latest own prediction
+own-forecast    the plan, skipped steps answered by a linear forecast of the target's own predictions
+nirvana         the donor's noisy latent taken over at the step that leaves as many forwards (arXiv 2312.04429)
+carnator        the plan, skipped steps answered with the donor (`reuse.answer.DonorAnswer`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..grid import TokenGrid
+from ..mini import sample
+from ..reuse.answer import DonorAnswer, ForecastAnswer, FrozenAnswer
+from ..reuse.plan import Plan, dense_plan
+from ..reuse.trajectory import Trajectory
+from .traces import Pair
+from .walk import Prompted, walk
+
+
+@dataclass
+class Case:
+    """A batch of pairs with what every method may use: noise, the donors' dense runs, the plan."""
+
+    wanted: Prompted
+    noise: torch.Tensor  # (B, 16, T, h, w)
+    donor_noisy: torch.Tensor  # (S, B, 16, T, h, w)
+    donor_x0: torch.Tensor
+    plan: Plan
+    grid: TokenGrid
+
+    @classmethod
+    def of(cls, model, pairs: Sequence[Pair], size: int, plan: Plan, guidance: float = sample.GUIDANCE) -> Case:
+        """Runs the donors densely."""
+        noise = sample.noise([p.seed for p in pairs], size)
+        seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        lender = Prompted(model, [p.donor_prompt for p in pairs], guidance)
+        own = sample.noise([p.donor_seed for p in pairs], size)
+        walk(lender, own, dense_plan(plan.sigmas), FrozenAnswer(), lambda _, x, x0: seen.append((x, x0)))
+        noisy, x0 = (torch.stack(part) for part in zip(*seen, strict=True))
+        wanted = Prompted(model, [p.prompt for p in pairs], guidance)
+        return cls(wanted, noise, noisy, x0, plan, TokenGrid.of_latent(tuple(noise.shape)))
+
+    def with_plan(self, plan: Plan) -> Case:
+        return Case(self.wanted, self.noise, self.donor_noisy, self.donor_x0, plan, self.grid)
+
+
+def dense(case: Case) -> torch.Tensor:
+    return walk(case.wanted, case.noise, dense_plan(case.plan.sigmas), FrozenAnswer())
+
+
+def fewer_steps(case: Case) -> torch.Tensor:
+    levels = sample.sigmas(case.plan.forwards)[:-1].tolist()
+    return walk(case.wanted, case.noise, dense_plan(levels), FrozenAnswer())
+
+
+def own_frozen(case: Case) -> torch.Tensor:
+    return walk(case.wanted, case.noise, case.plan, FrozenAnswer())
+
+
+def own_forecast(case: Case) -> torch.Tensor:
+    return walk(case.wanted, case.noise, case.plan, ForecastAnswer())
+
+
+def nirvana(case: Case) -> torch.Tensor:
+    start = len(case.plan.sigmas) - case.plan.forwards
+    return walk(case.wanted, case.donor_noisy[start], dense_plan(case.plan.sigmas), FrozenAnswer(), start=start)
+
+
+def carnator(case: Case) -> torch.Tensor:
+    donor = Trajectory(case.plan.sigmas, case.donor_x0)
+    return walk(case.wanted, case.noise, case.plan, DonorAnswer(donor, case.grid))
+
+
+METHODS: dict[str, Callable[[Case], torch.Tensor]] = {
+    "dense": dense,
+    "fewer-steps": fewer_steps,
+    "own-frozen": own_frozen,
+    "own-forecast": own_forecast,
+    "nirvana": nirvana,
+    "carnator": carnator,
+}
