@@ -106,6 +106,7 @@ def _unsupported_call(given: dict[str, Any]) -> str | None:
     return None
 
 
+@torch.no_grad()  # as the pipeline's own call: with gradients other kernels run, and bits differ
 def _conditioning(pipe: Any, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments that replace the prompts by their embeddings, made by the pipeline itself, once."""
     length = inspect.signature(pipe.__call__).parameters["max_sequence_length"].default

@@ -1,0 +1,190 @@
+"""`attach` on a real diffusers WanPipeline with random weights: its own loop, schedulers, text encoder and decoder."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from transformers import UMT5Config, UMT5EncoderModel
+
+from carnator_core.backbones import wan
+from carnator_core.bank import Bank
+from carnator_core.gate.policy import Policy
+from carnator_core.grid import TokenGrid
+from carnator_core.pipelines import attach
+from carnator_core.signature.taps import Taps, text_attention
+
+STEPS = 10
+GENEROUS = Policy("generous", 1.1, 2)
+SCHEDULERS = {
+    "euler": lambda: FlowMatchEulerDiscreteScheduler(shift=3.0),
+    "unipc": lambda: UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+}
+
+
+class Letters:
+    """A tokenizer of letters; files of a real one cannot be downloaded where tests run."""
+
+    def __call__(self, text, max_length: int = 512, **_):
+        ids = [[1 + ord(c) % 150 for c in t[: max_length - 1]] + [1] for t in text]
+        mask = [[1] * len(row) + [0] * (max_length - len(row)) for row in ids]
+        padded = [row + [0] * (max_length - len(row)) for row in ids]
+
+        class Out:
+            input_ids, attention_mask = torch.tensor(padded), torch.tensor(mask)
+
+        return Out()
+
+
+def transformer(**changes) -> WanTransformer3DModel:
+    torch.manual_seed(0)
+    config = dict(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=16,
+        out_channels=16,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=32,
+        num_layers=3,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+    )
+    return WanTransformer3DModel(**{**config, **changes}).eval()
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict:
+    torch.manual_seed(1)
+    config = UMT5Config(vocab_size=200, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0)
+    vae = AutoencoderKLWan(base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+    return dict(text_encoder=UMT5EncoderModel(config).eval(), vae=vae.eval(), tokenizer=Letters())
+
+
+def pipeline(parts: dict, scheduler: str = "euler", **changes) -> WanPipeline:
+    made = WanPipeline(
+        tokenizer=None,
+        text_encoder=parts["text_encoder"],
+        transformer=transformer(),
+        vae=parts["vae"],
+        scheduler=SCHEDULERS[scheduler](),
+        **changes,
+    )
+    made.tokenizer = parts["tokenizer"]
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def ask(call, prompt: str = "a red ball", seed: int = 3, **kwargs):
+    given = dict(height=32, width=32, num_frames=5, num_inference_steps=STEPS, output_type="pt", max_sequence_length=24)
+    given.update(kwargs)
+    return call(prompt, generator=torch.Generator().manual_seed(seed), **given).frames
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_cold_exact_and_joint_through_the_pipelines_own_loop(parts, tmp_path, scheduler, guidance):
+    pipe = pipeline(parts, scheduler)
+    plain = ask(pipe, guidance_scale=guidance)
+    fast = attach(pipe, bank=Bank(tmp_path))
+    fast.policy = GENEROUS
+    cold = ask(fast, guidance_scale=guidance)
+    assert fast.report.decision == "miss" and torch.equal(cold, plain) and fast.report.written
+    again = ask(fast, guidance_scale=guidance)
+    assert fast.report.decision == "exact" and torch.equal(again, plain) and fast.report.forwards == 0
+    joint = ask(fast, "a red cube", guidance_scale=guidance)
+    assert fast.report.decision == "joint" and fast.report.forwards < STEPS
+    own = ask(pipe, "a red cube", guidance_scale=guidance)
+    assert (joint - own).abs().mean() < 0.5 * max((plain - own).abs().mean(), 1e-3) + 0.02
+
+
+def test_the_pipeline_itself_is_untouched_also_after_an_error(parts, tmp_path):
+    pipe = pipeline(parts)
+    fast = attach(pipe, bank=Bank(tmp_path))
+
+    def fail(*_):
+        raise RuntimeError("stop here")
+
+    with pytest.raises(RuntimeError, match="stop here"):
+        ask(fast, callback_on_step_end=fail)
+    assert "forward" not in pipe.transformer.__dict__ and Bank(tmp_path).ls() == []
+    assert not any(m._forward_pre_hooks for m in pipe.transformer.modules())
+    assert torch.equal(ask(pipe), ask(fast))
+
+
+def test_the_users_own_callback_sees_and_changes_what_it_did_before(parts, tmp_path):
+    pipe = pipeline(parts)
+    fast = attach(pipe, bank=Bank(tmp_path))
+    seen: list[int] = []
+
+    def halve(_pipe, index, _timestep, tensors):
+        seen.append(index)
+        return {"latents": tensors["latents"] * 0.5} if index == 2 else {}
+
+    changed = ask(fast, callback_on_step_end=halve)
+    assert seen == list(range(STEPS)) and torch.equal(changed, ask(pipe, callback_on_step_end=halve))
+    assert fast.report.written is None and Bank(tmp_path).ls() == []  # no donor: the run was not the model's alone
+
+
+def test_what_is_not_known_is_passed_through_with_a_reason(parts, tmp_path):
+    pipe = pipeline(parts)
+    fast = attach(pipe, bank=Bank(tmp_path))
+    two = dict(num_videos_per_prompt=2)
+    assert torch.equal(ask(fast, **two), ask(pipe, **two))
+    assert fast.report.decision == "off" and "several clips" in fast.report.reason
+    pipe.scheduler.register_to_config(prediction_type="epsilon")
+    assert "flow" in fast.unsupported()
+    with pytest.raises(ValueError, match="policy"):
+        attach(pipe, bank=Bank(tmp_path), policy="wild")
+
+
+def test_changed_weights_share_nothing(parts, tmp_path):
+    pipe = pipeline(parts)
+    fast = attach(pipe, bank=Bank(tmp_path))
+    ask(fast)
+    with torch.no_grad():
+        pipe.transformer.blocks[0].attn1.to_q.weight.mul_(1.01)
+    ask(fast)
+    assert fast.report.decision == "miss" and "weights" in fast.report.reason
+
+
+def test_another_negative_prompt_shares_nothing(parts, tmp_path):
+    fast = attach(pipeline(parts), bank=Bank(tmp_path))
+    ask(fast)
+    ask(fast, negative_prompt="blurry")
+    assert fast.report.decision == "miss" and "negative" in fast.report.reason
+
+
+def test_taps_read_the_attention_that_the_model_computes(monkeypatch):
+    """Queries and keys that a tap computes are those that the block hands to attention, rotary position included."""
+    from diffusers.models.transformers import transformer_wan
+
+    model, seen = transformer(), []
+    original = transformer_wan.dispatch_attention_fn
+    monkeypatch.setattr(
+        transformer_wan,
+        "dispatch_attention_fn",
+        lambda q, k, v, **kw: seen.append((q, k)) or original(q, k, v, **kw),
+    )
+    x, text = torch.randn(1, 16, 2, 8, 6), torch.randn(1, 7, 32)
+    taps = Taps(TokenGrid(2, 4, 3), 7)
+    with torch.no_grad():
+        plain = model(x, torch.tensor([500.0]), text, return_dict=False)[0]
+        seen.clear()
+        with wan.tapped(model, taps):
+            tapped = model(x, torch.tensor([500.0]), text, return_dict=False)[0]
+    assert torch.equal(plain, tapped)
+    middle = len(model.blocks) // 2
+    own, cross = seen[2 * middle], seen[2 * middle + 1]
+    for mine, theirs in zip(taps.self_qk, own, strict=True):
+        torch.testing.assert_close(mine, theirs[0].transpose(0, 1))
+    expected = text_attention(cross[0][0].transpose(0, 1), cross[1][0].transpose(0, 1), 7)
+    torch.testing.assert_close(taps.cross.flatten(1), expected)
+    assert taps.cross.sum(0).allclose(torch.ones(2, 4, 3), atol=1e-5)
