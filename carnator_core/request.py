@@ -85,7 +85,7 @@ class Profile:
 
     conditioning: torch.Tensor = field(repr=False, compare=False)  # (L, C) rows of the positive prompt, unpadded
     noise: str  # digest of the initial noise
-    sigmas: tuple[float, ...]  # descending, the last one usually 0
+    sigmas: tuple[float, ...]  # descending, one more than steps, the last one usually 0
     sampler: str
     prompt: str = ""  # for people only; never decides anything
     seed: int | None = None  # for people only

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Policy:
-    """`threshold`: the largest accepted risk, on the gate's scale of [0, 1]. `depth`: most steps skipped in a row."""
+    """`threshold`: the largest accepted risk, on the gate's scale of [0, 1]. `depth`: most steps skipped in a row
+    on a schedule of 50; shorter ones skip as much of their way."""
 
     name: str
     threshold: float

@@ -36,6 +36,7 @@ from .trajectory import Trajectory
 CANDIDATES = 10  # paper: K = 10
 KEEP_BYTES = 32 * 2**20  # of predictions that a run remembers, in 16 bits
 KEEP_LEAST = 8
+REFERENCE_STEPS = 50  # a policy's depth is told for a schedule of this length: what counts is the way skipped at once
 COLLAPSE = 0.05  # a prediction whose deviation falls to this share of the last computed one's has collapsed
 
 
@@ -51,7 +52,7 @@ class Run:
     """One target. `grid`: the model's token grid; `taps`: what the host's taps write to, if it has any.
 
     `donor`: judge this entry alone instead of the nearest ones. `forced`: take this plan with the accepted donor
-    whatever the risk (for measurements).
+    whatever the risk (for measurements). `probe`: the probe's share of the schedule instead of the usual one.
     """
 
     def __init__(
@@ -63,12 +64,13 @@ class Run:
         taps: Taps | None = None,
         donor: str | None = None,
         forced: Plan | None = None,
+        probe: float | None = None,
     ):
         self.request, self.bank, self.policy, self.grid, self.taps = request, bank, policy, grid, taps
         self._wanted, self._forced = donor, forced
-        self.sigmas = tuple(s for s in request.profile.sigmas if s > 0)
+        self.sigmas = request.profile.sigmas[:-1]
         self.steps = len(self.sigmas)
-        self.probe = probe_steps(self.steps)
+        self.probe = probe_steps(self.steps) if probe is None else probe_steps(self.steps, probe)
         self.plan = dense_plan(self.sigmas)
         self.report = RunReport(reason="the run ended before the gate was asked")
         self.evidence: Evidence | None = None
@@ -112,6 +114,7 @@ class Run:
         self.observe(sigma, x0, time.perf_counter() - started)
         return x0
 
+    @torch.no_grad()
     def answer(self, sigma: float) -> torch.Tensor | None:
         """The prediction to use instead of the model's at this call; None when the model must be called."""
         with self._own_time():
@@ -132,8 +135,10 @@ class Run:
             self.report.steps.append(StepRow(index, sigma, "skipped", time.perf_counter() - started, 0.0))
             return x0
 
+    @torch.no_grad()
     def observe(self, sigma: float, x0: torch.Tensor, seconds: float) -> None:
         """A computed prediction and what it took."""
+        x0 = x0.detach()
         with self._own_time():
             index = step_of(sigma, self.sigmas)
             self.report.steps.append(StepRow(index, sigma, "dense", seconds))
@@ -141,13 +146,17 @@ class Run:
             self._seen.add(index)
             self._last = (sigma, x0)
             if index in self._keep and not self._tainted:
-                self._kept[index] = x0.detach().to("cpu", torch.float16, copy=True)
+                self._kept[index] = x0.to("cpu", torch.float16, copy=True)
             if index + 1 == self.probe or self._answerer is not None:
                 self._spread = float(x0.std())
             if self._answerer is not None:
                 self._answerer.observe(sigma, x0)
             elif index < self.probe:
-                self._probed = [*self._probed[-1:], (sigma, x0.detach().clone())]
+                self._probed = [*self._probed[-1:], (sigma, x0.clone())]
+
+    def probing_last(self, sigma: float) -> bool:
+        """Whether a call at this level is the probe's last step, the one that taps should read."""
+        return self.bank.mode != "off" and step_of(sigma, self.sigmas) == self.probe - 1
 
     def stop(self, reason: str) -> None:
         """End reuse for the rest of this run; the host saw something it cannot vouch for."""
@@ -269,7 +278,9 @@ class Run:
     def _plan_for(self, risk: float) -> Plan:
         """Depth by risk: the policy's most skipped steps in a row near risk 0, one near its threshold."""
         room = 1 - risk / self.policy.threshold
-        return paced_plan(self.sigmas, max(1, min(self.policy.depth, 1 + int(room * self.policy.depth))))
+        depth = max(1, round(self.policy.depth * self.steps / REFERENCE_STEPS))
+        run = max(1, min(depth, 1 + int(room * depth)))
+        return paced_plan(self.sigmas, run, probe=self.probe)
 
     def _answer(self, sigma: float) -> torch.Tensor | None:
         x0 = self._answerer.answer(sigma)

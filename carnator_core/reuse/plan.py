@@ -39,10 +39,11 @@ def resume_plan(sigmas: Sequence[float], resume: int) -> Plan:
     return Plan(tuple(sigmas), frozenset(range(probe_steps(len(sigmas)), resume)))
 
 
-def paced_plan(sigmas: Sequence[float], run: int, until: int | None = None) -> Plan:
+def paced_plan(sigmas: Sequence[float], run: int, until: int | None = None, probe: int | None = None) -> Plan:
     """After the probe, `run` skipped steps for every dense one, up to step `until` (default: the dense finish)."""
     if run < 0:
         raise ValueError(f"the number of steps skipped in a row must not be negative, got {run}")
-    first, last = probe_steps(len(sigmas)), len(sigmas) - finish_steps(len(sigmas))
+    first = probe_steps(len(sigmas)) if probe is None else probe
+    last = len(sigmas) - finish_steps(len(sigmas))
     last = last if until is None else min(until, last)
     return Plan(tuple(sigmas), frozenset(i for i in range(first, last) if (i - first) % (run + 1) < run))

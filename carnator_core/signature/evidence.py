@@ -87,9 +87,9 @@ def hysteresis(field: torch.Tensor, low: float = LOW, high: float = HIGH) -> tor
 
 
 def x0_difference(target: torch.Tensor, donor: torch.Tensor, grid: TokenGrid) -> torch.Tensor:
-    """Root mean square difference of two predictions in deviations of the target's, (t, h, w), first of the batch."""
-    target, donor = target[:1].float(), donor[:1].float().to(target.device)
-    difference = grid.to_tokens((target - donor).pow(2).mean(1, keepdim=True))[0, 0].sqrt()
+    """Root mean square difference of two predictions in deviations of the target's, (t, h, w), largest of the batch."""
+    target, donor = target.float(), donor.float().to(target.device)
+    difference = grid.to_tokens((target - donor).pow(2).mean(1, keepdim=True)).amax(0)[0].sqrt()
     return difference / target.std().clamp_min(1e-6)
 
 

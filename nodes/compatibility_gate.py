@@ -1,0 +1,42 @@
+"""Carnator Compatibility Gate: which donors are accepted."""
+
+from __future__ import annotations
+
+from comfy_api.latest import io
+
+from ..carnator_core.gate.policy import DEFAULT, POLICIES
+from .carnator import POLICY_TOOLTIP
+from .host import compat
+from .host.setup import setup_of, with_setup
+
+
+class CarnatorCompatibilityGate(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return compat.schema(
+            io,
+            node_id="CarnatorCompatibilityGate",
+            display_name="Carnator Compatibility Gate",
+            category="carnator/single steps",
+            description="Decides whether an earlier clip may lend to this one. Needs Carnator Early Probe on the same "
+            "model.",
+            search_aliases=["risk", "threshold"],
+            inputs=[
+                io.Model.Input("model", tooltip="A text-to-video model."),
+                io.Combo.Input("policy", options=list(POLICIES), default=DEFAULT, tooltip=POLICY_TOOLTIP),
+                io.String.Input(
+                    "donor",
+                    default="",
+                    tooltip="Leave it empty. The id of a donor from a report makes this run borrow from that clip "
+                    "only, which reproduces a reused clip bit for bit.",
+                ),
+            ],
+            outputs=[io.Model.Output()],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(cls, model, policy: str, donor: str) -> io.NodeOutput:
+        node = cls.hidden.unique_id if cls.hidden else None
+        changes = {"policy": policy, "donor": donor.strip() or None, "gated": True}
+        return io.NodeOutput(with_setup(model, setup_of(model).changed(node, **changes)))

@@ -1,0 +1,113 @@
+"""A ComfyUI run as a request: what its weights are, what it asks for, where it starts."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from typing import Any
+
+import torch
+
+from ...carnator_core.pipelines.attached import unpadded
+from ...carnator_core.request import Identity, Profile, Request, digest_of_tensor, digest_of_weights
+from .supported import sampler_name
+
+_BASE: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # digests, kept with the model object
+_PATCHES: dict[Any, str] = {}  # by patches_uuid, which ComfyUI renews with every change
+_PATCHES_KEPT = 64
+
+
+class Undigestible(ValueError):
+    """A patch whose content cannot be read, so that nothing can be known to be equal."""
+
+
+def _unpatched(patcher: Any) -> list[tuple[str, torch.Tensor]]:
+    """The model's own weights, also while patches lie on them."""
+    backup = patcher.backup
+    return [
+        (name, backup[name].weight if name in backup else tensor) for name, tensor in patcher.model.state_dict().items()
+    ]
+
+
+def _feed(digest: Any, value: Any) -> None:
+    """Content of a patch: numbers, names, tensors (sampled), and adapters by their weights."""
+    if isinstance(value, torch.Tensor):
+        digest.update(digest_of_weights([("", value)]).encode())
+    elif isinstance(value, (list, tuple)):
+        digest.update(f"{type(value).__name__}{len(value)}".encode())
+        for part in value:
+            _feed(digest, part)
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            digest.update(str(key).encode())
+            _feed(digest, value[key])
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        digest.update(f"{type(value).__name__}{value!r}".encode())
+    elif hasattr(value, "weights"):  # comfy.weight_adapter: LoRA, LoHa and their kind
+        digest.update(type(value).__name__.encode())
+        _feed(digest, value.weights)
+    else:
+        raise Undigestible(f"a patch of the kind {type(value).__name__} cannot be read")
+
+
+def _patches(patcher: Any) -> str:
+    if patcher.patches_uuid not in _PATCHES:
+        digest = hashlib.blake2b(digest_size=16)
+        for name in sorted(patcher.patches):
+            digest.update(str(name).encode())
+            _feed(digest, patcher.patches[name])
+        if len(_PATCHES) >= _PATCHES_KEPT:
+            _PATCHES.clear()
+        _PATCHES[patcher.patches_uuid] = digest.hexdigest()
+    return _PATCHES[patcher.patches_uuid]
+
+
+def weights_of(patcher: Any) -> str:
+    """Digest of the base weights and of every patch with its strength; `Undigestible` for what cannot be read."""
+    model = patcher.model
+    if model not in _BASE:
+        _BASE[model] = digest_of_weights(_unpatched(patcher))
+    return hashlib.blake2b(f"{_BASE[model]}{_patches(patcher)}".encode(), digest_size=16).hexdigest()
+
+
+def _sampling(patcher: Any) -> str:
+    """How noise levels become the model's timesteps."""
+    found = patcher.get_model_object("model_sampling")
+    numbers = {k: v for k, v in sorted(vars(found).items()) if isinstance(v, (int, float, str))}
+    return f"{[c.__name__ for c in type(found).__mro__]} {numbers}"
+
+
+def rows_of(cond: dict) -> torch.Tensor:
+    """Text rows (L, C), unpadded."""
+    return unpadded(cond["cross_attn"][0].detach().float().cpu())
+
+
+def request_of(guider: Any, sampler: Any, sigmas: torch.Tensor, noise: torch.Tensor, latent: torch.Tensor, seed: Any):
+    """The request of a run whose support was checked before."""
+    patcher = guider.model_patcher
+    guidance = float(guider.cfg) if "negative" in guider.conds else 1.0
+    forced = bool(guider.model_options.get("disable_cfg1_optimization"))
+    start = bool(torch.count_nonzero(latent))
+    options = sorted((str(k), str(v)) for k, v in getattr(sampler, "extra_options", {}).items())
+    inpaint = sorted((str(k), str(v)) for k, v in getattr(sampler, "inpaint_options", {}).items())
+    identity = Identity(
+        weights=weights_of(patcher),
+        latent_shape=tuple(noise.shape),
+        latent_dtype=str(noise.dtype).removeprefix("torch."),
+        parametrisation="flow",
+        guidance=guidance,
+        negative=digest_of_tensor(rows_of(guider.conds["negative"][0])) if guidance != 1 or forced else "",
+        extra=(
+            ("compute dtype", str(patcher.model_dtype())),
+            ("model kind", type(patcher.model).__name__),
+            ("model sampling", _sampling(patcher)),
+        ),
+    )
+    profile = Profile(
+        conditioning=rows_of(guider.conds["positive"][0]),
+        noise=digest_of_tensor(noise) + (digest_of_tensor(latent) if start else ""),
+        sigmas=tuple(float(s) for s in sigmas),
+        sampler=f"{sampler_name(sampler)} {options} {inpaint}",
+        seed=seed if isinstance(seed, int) else None,
+    )
+    return Request(identity, profile)

@@ -1,0 +1,87 @@
+"""What the nodes set on a model: a template, copied with the model; a run takes its own from it."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...carnator_core.gate.policy import DEFAULT
+from ...carnator_core.report import RunReport
+
+KEY = "carnator"  # of our wrappers and attachment
+REPORTS_KEPT = 16
+
+
+@dataclass(frozen=True)
+class CacheChoice:
+    """The CARNATOR_CACHE type: which bank, how large, and how it may be used."""
+
+    name: str = "default"
+    budget_gb: float = 20.0
+    mode: str = "on"  # on, read-only, off
+
+
+class Mailbox:
+    """Reports of the last runs by the digest of their latent, so that a report node finds its own."""
+
+    def __init__(self) -> None:
+        self._reports: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def put(self, latent: str, report: RunReport, evidence: Any = None) -> None:
+        with self._lock:
+            self._reports[latent] = {"report": report, "evidence": evidence}
+            while len(self._reports) > REPORTS_KEPT:
+                self._reports.popitem(last=False)
+
+    def get(self, latent: str) -> dict[str, Any] | None:
+        with self._lock:
+            return self._reports.get(latent)
+
+
+REPORTS = Mailbox()  # reports only: nothing that a later run computes with
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Settings on a model. `nodes`: ids of our nodes on its way, which show what happened."""
+
+    cache: CacheChoice | None = None
+    policy: str = DEFAULT
+    probe: float | None = None  # share of the schedule; None: the core's own
+    seeds: str = "own"
+    donor: str | None = None
+    gated: bool = False  # whether a gate decides; without one nothing is reused
+    nodes: tuple[str, ...] = field(default=())
+
+    def changed(self, node: str | None, **changes: Any) -> Setup:
+        nodes = (*self.nodes, node) if node and node not in self.nodes else self.nodes
+        return replace(self, nodes=nodes, **changes)
+
+    @property
+    def missing(self) -> str | None:
+        """What a chain of single nodes still lacks, in a sentence; None when it is whole."""
+        if self.cache is None:
+            return "no reuse cache is set: add Carnator Early Probe with a Carnator Reuse Cache before the sampler"
+        if not self.gated:
+            return "no gate is set: add Carnator Compatibility Gate before the sampler"
+        return None
+
+
+def setup_of(model: Any) -> Setup:
+    return model.attachments.get(KEY) or Setup()
+
+
+def with_setup(model: Any, setup: Setup) -> Any:
+    """A clone of the model that carries the setup and our one wrapper; the given model stays as it is."""
+    from comfy.patcher_extension import WrappersMP
+
+    from .sampling import outer_sample
+
+    clone = model.clone()
+    clone.set_attachments(KEY, setup)
+    clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, outer_sample)
+    return clone

@@ -1,0 +1,323 @@
+"""The reuse nodes in ComfyUI's own samplers: what is reused, what is bit-equal, what is passed through and why."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+WEIGHTS = "carnator_mini_t2v.safetensors"
+PROMPT = "one large red ball moving left over the sea, steady camera"
+OTHER = PROMPT.replace("ball", "cross")
+STEPS = 12
+GENEROUS = "generous"
+
+
+@pytest.fixture(scope="module")
+def model(host):
+    (loaded,) = host.run("UNETLoader", unet_name=WEIGHTS, weight_dtype="default")
+    return host.run("ModelSamplingSD3", model=loaded, shift=3.0)[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def generous(host):
+    """A policy that judges nothing away, so that tests do not hang on how good today's weights are."""
+    policy = host.module("carnator_core.gate.policy")
+    policy.POLICIES[GENEROUS] = policy.Policy(GENEROUS, 1.1, 3)
+    yield
+    del policy.POLICIES[GENEROUS]
+
+
+@pytest.fixture
+def cache(host, request):
+    name = "".join(c if c.isalnum() else "_" for c in request.node.name)[:80]
+    return host.run("CarnatorReuseCache", name=name, budget_gb=1.0, mode="on")[0]
+
+
+def text(host, prompt: str):
+    return host.run("CarnatorEmbeddedText", text=prompt)[0]
+
+
+def empty(host, batch: int = 1, size: int = 128):
+    return host.run("EmptyHunyuanLatentVideo", width=size, height=size, length=17, batch_size=batch)[0]
+
+
+def reusing(host, model, cache, policy: str = GENEROUS):
+    return host.run("Carnator", model=model, policy=policy, cache=cache)[0]
+
+
+def sampled(host, model, prompt: str = PROMPT, seed: int = 7, **changes) -> dict:
+    inputs = dict(positive=text(host, prompt), negative=text(host, ""), latent_image=empty(host), steps=STEPS)
+    inputs |= dict(cfg=4.0, sampler_name="euler", scheduler="simple", denoise=1.0)
+    return host.run("KSampler", model=model, seed=seed, **{**inputs, **changes})[0]
+
+
+def report(host, model, latent: dict) -> dict:
+    _, words, _ = host.run("CarnatorReport", model=model, samples=latent)
+    return json.loads(words.split("\n", 1)[1])
+
+
+def same(a: dict, b: dict) -> bool:
+    return torch.equal(a["samples"], b["samples"])
+
+
+SAMPLERS = ("euler", "dpmpp_2m", "uni_pc", "res_multistep")
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("cfg", [4.0, 1.0])
+def test_cold_equals_the_host_then_exact_then_a_changed_word_is_joint(host, model, cache, sampler, cfg):
+    plain = sampled(host, model, sampler_name=sampler, cfg=cfg)
+    fast = reusing(host, model, cache)
+    cold = sampled(host, fast, sampler_name=sampler, cfg=cfg)
+    first = report(host, fast, cold)
+    assert first["decision"] == "miss" and first["written"] and same(cold, plain), first
+    again = sampled(host, fast, sampler_name=sampler, cfg=cfg)
+    assert report(host, fast, again)["decision"] == "exact" and same(again, plain)
+    joint = sampled(host, fast, OTHER, sampler_name=sampler, cfg=cfg)
+    told = report(host, fast, joint)
+    assert told["decision"] == "joint" and told["forwards"] < STEPS and told["donor"] == first["written"]
+    own = sampled(host, model, OTHER, sampler_name=sampler, cfg=cfg)
+    far = (plain["samples"] - own["samples"]).pow(2).mean()
+    assert (joint["samples"] - own["samples"]).pow(2).mean() < 0.5 * far
+
+
+def test_the_signature_has_every_part(host, model, cache):
+    fast = reusing(host, model, cache)
+    told = report(host, fast, sampled(host, fast))
+    banks = host.module("nodes.host.banks")
+    entry = banks.bank_of(cache).open(told["written"])
+    assert set(entry.signature) == {"conditioning", "x0", "cross", "guidance"}
+    rows, t, h, w = entry.signature["cross"].shape
+    assert (t, h, w) == (5, 8, 8) and rows == len(entry.signature["conditioning"])
+    assert entry.signature["cross"].float().sum(0).max() < 1.01  # attention that the text's padding shares
+
+
+def test_taps_of_the_host_read_what_the_cores_own_taps_read(host, model, cache):
+    """Same model, same prompt, same noise: the signature does not depend on who drives."""
+    fast = reusing(host, model, cache)
+    told = report(host, fast, sampled(host, fast))
+    theirs = host.module("nodes.host.banks").bank_of(cache).open(told["written"]).signature
+    core_bank = host.module("carnator_core.bank").Bank(host.folder_paths.get_output_directory() + "/core_bank")
+    clip = host.module("carnator_core.pipelines").Generator(core_bank)(PROMPT, seed=7, size=32, steps=STEPS)
+    mine = core_bank.open(clip.report.written).signature
+    for name in ("x0", "cross", "guidance"):
+        scale = mine[name].float().abs().mean()
+        ratio = 1.0 if name != "guidance" else float(theirs[name].float().mean() / mine[name].float().mean())
+        # the host tells branches as x0, the core as velocities: one factor, sigma, lies between them
+        assert (theirs[name].float() / ratio - mine[name].float()).abs().mean() < 0.02 * scale, name
+
+
+def test_off_bypassed_and_an_incomplete_chain_equal_the_host(host, model, cache):
+    plain = sampled(host, model)
+    (off,) = host.run("CarnatorReuseCache", name=cache.name, budget_gb=1.0, mode="off")
+    for patched, reason in (
+        (reusing(host, model, off), "the cache is off"),
+        (host.run("CarnatorEarlyProbe", model=model, cache=cache, share=0.08)[0], "no gate is set"),
+        (host.run("CarnatorCompatibilityGate", model=model, policy=GENEROUS, donor="")[0], "no reuse cache is set"),
+    ):
+        out = sampled(host, patched)
+        told = report(host, patched, out)
+        assert same(out, plain) and told["decision"] == "off" and reason in told["reason"]
+
+
+def test_the_given_model_is_untouched(host, model, cache):
+    before = (dict(model.attachments), {k: dict(v) for k, v in model.wrappers.items()}, str(model.model_options))
+    fast = reusing(host, model, cache)
+    sampled(host, fast, steps=3)
+    after = (dict(model.attachments), {k: dict(v) for k, v in model.wrappers.items()}, str(model.model_options))
+    assert after == before
+    assert "predict_noise" not in str(fast.model_options.get("transformer_options", {}).get("wrappers", {}))
+
+
+@pytest.mark.parametrize("order", ["probe first", "gate first"])
+def test_single_nodes_compose_in_any_order(host, model, cache, order):
+    def probe(m):
+        return host.run("CarnatorEarlyProbe", model=m, cache=cache, share=0.25)[0]
+
+    def gate(m):
+        return host.run("CarnatorCompatibilityGate", model=m, policy=GENEROUS, donor="")[0]
+
+    fast = gate(probe(model)) if order == "probe first" else probe(gate(model))
+    sampled(host, fast)
+    told = report(host, fast, sampled(host, fast, OTHER))
+    kinds = [row["kind"] for row in told["steps"]]
+    assert told["decision"] == "joint" and kinds[:3] == ["dense"] * 3  # a quarter of 12 steps
+
+
+def test_a_donor_id_from_a_report_reproduces_the_clip(host, model, cache):
+    fast = reusing(host, model, cache)
+    sampled(host, fast)
+    joint = sampled(host, fast, OTHER)
+    donor = report(host, fast, joint)["donor"]
+    sampled(host, fast, PROMPT.replace("red", "blue"), seed=8)
+    (pinned,) = host.run("CarnatorCompatibilityGate", model=fast, policy=GENEROUS, donor=donor)
+    assert same(sampled(host, pinned, OTHER), joint)
+
+
+def lora(model, scale: float, strength: float = 1.0):
+    """A clone with a LoRA-like patch on one weight."""
+    clone = model.clone()
+    key = "diffusion_model.blocks.0.self_attn.q.weight"
+    delta = scale * torch.ones_like(model.model.state_dict()[key])
+    clone.add_patches({key: ("diff", (delta,))}, strength)
+    return clone
+
+
+def test_weights_are_known_by_content_and_strength(host, model, cache):
+    weights = host.module("nodes.host.identity").weights_of
+    assert weights(model) == weights(model.clone())
+    assert weights(lora(model, 0.1)) == weights(lora(model, 0.1))
+    assert len({weights(m) for m in (model, lora(model, 0.1), lora(model, 0.2), lora(model, 0.1, 0.5))}) == 4
+    sampled(host, lora(model, 0.1), steps=2)  # patches now lie on the loaded weights
+    assert weights(model) == weights(model.clone()) and weights(lora(model, 0.1)) != weights(model)
+    fast = reusing(host, model, cache)
+    sampled(host, fast)
+    patched = reusing(host, lora(model, 0.1), cache)
+    told = report(host, patched, sampled(host, patched, OTHER))
+    assert told["decision"] == "miss" and "weights" in told["reason"]
+
+
+PASSED = {
+    "random sampler": dict(sampler_name="euler_ancestral"),
+    "several calls a step": dict(sampler_name="heun"),
+    "unknown to us": dict(sampler_name="lcm"),
+}
+
+
+@pytest.mark.parametrize("case", PASSED)
+def test_other_samplers_are_passed_through_bit_equal_with_the_reason(host, model, cache, case):
+    fast = reusing(host, model, cache)
+    sampled(host, fast)
+    out = sampled(host, fast, OTHER, **PASSED[case])
+    told = report(host, fast, out)
+    assert told["decision"] == "off" and "sampler" in told["reason"]
+    assert same(out, sampled(host, model, OTHER, **PASSED[case]))
+
+
+def test_other_nodes_on_the_model_are_passed_through_with_their_name(host, model, cache):
+    fast = reusing(host, model, cache)
+    fast.set_model_sampler_cfg_function(lambda args: args["cond"])
+    told = report(host, fast, sampled(host, fast))
+    assert told["decision"] == "off" and "sampler_cfg_function" in told["reason"]
+
+
+def test_a_noise_mask_and_several_conditionings_are_passed_through(host, model, cache):
+    fast = reusing(host, model, cache)
+    masked = {**empty(host), "noise_mask": torch.ones(1, 1, 5, 16, 16)}
+    told = report(host, fast, sampled(host, fast, latent_image=masked))
+    assert told["decision"] == "off" and "mask" in told["reason"]
+    both = text(host, PROMPT) + text(host, OTHER)
+    told = report(host, fast, sampled(host, fast, positive=both))
+    assert told["decision"] == "off" and "2 parts" in told["reason"]
+
+
+def test_a_batch_of_two_reuses(host, model, cache):
+    fast = reusing(host, model, cache)
+    two = empty(host, batch=2)
+    assert same(sampled(host, fast, latent_image=two), sampled(host, model, latent_image=two))
+    told = report(host, fast, sampled(host, fast, OTHER, latent_image=two))
+    assert told["decision"] == "joint"
+
+
+def advanced(host, model, prompt, start, end, latent, noise="enable", leftover="disable"):
+    inputs = dict(model=model, add_noise=noise, noise_seed=7, steps=STEPS, cfg=4.0, sampler_name="euler")
+    inputs |= dict(scheduler="simple", positive=text(host, prompt), negative=text(host, ""), latent_image=latent)
+    inputs |= dict(start_at_step=start, end_at_step=end, return_with_leftover_noise=leftover)
+    return host.run("KSamplerAdvanced", **inputs)[0]
+
+
+def test_the_advanced_sampler_in_two_parts(host, model, cache):
+    def both(m, prompt):
+        first = advanced(host, m, prompt, 0, 6, empty(host), leftover="enable")
+        return first, advanced(host, m, prompt, 6, 10000, first, noise="disable")
+
+    fast = reusing(host, model, cache)
+    for mine, plain in zip(both(fast, PROMPT), both(model, PROMPT), strict=True):
+        assert same(mine, plain)
+    for again, plain in zip(both(fast, PROMPT), both(model, PROMPT), strict=True):
+        assert same(again, plain) and report(host, fast, again)["decision"] == "exact"
+    first, second = both(fast, OTHER)
+    assert report(host, fast, first)["decision"] == "joint"
+    # the second part starts from another latent than the donor's, so it may not borrow its course
+    assert report(host, fast, second)["decision"] == "miss"
+
+
+def custom(host, model, prompt, guided: bool):
+    sigmas = host.run("BasicScheduler", model=model, scheduler="simple", steps=STEPS, denoise=1.0)[0]
+    sampler = host.run("KSamplerSelect", sampler_name="euler")[0]
+    common = dict(sampler=sampler, sigmas=sigmas, latent_image=empty(host))
+    if not guided:
+        more = dict(model=model, add_noise=True, noise_seed=7, cfg=4.0)
+        texts = dict(positive=text(host, prompt), negative=text(host, ""))
+        return host.run("SamplerCustom", **more, **texts, **common)[0]
+    guider = host.run("BasicGuider", model=model, conditioning=text(host, prompt))[0]
+    noise = host.run("RandomNoise", noise_seed=7)[0]
+    return host.run("SamplerCustomAdvanced", noise=noise, guider=guider, **common)[0]
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_the_custom_samplers(host, model, cache, guided):
+    fast = reusing(host, model, cache)
+    assert same(custom(host, fast, PROMPT, guided), custom(host, model, PROMPT, guided))
+    told = report(host, fast, custom(host, fast, OTHER, guided))
+    assert told["decision"] == "joint"
+
+
+def test_few_steps(host, model, cache):
+    fast = reusing(host, model, cache)
+    assert same(sampled(host, fast, steps=4), sampled(host, model, steps=4))
+    told = report(host, fast, sampled(host, fast, OTHER, steps=4))
+    assert told["decision"] == "joint" and told["forwards"] == 3
+
+
+def test_an_interrupt_passes_through_and_the_next_run_is_normal(host, model, cache):
+    import comfy.model_management as management
+
+    fast = reusing(host, model, cache)
+    guider_steps = []
+
+    def interrupt(*_):
+        guider_steps.append(1)
+        if len(guider_steps) == 5:
+            management.interrupt_current_processing()
+            management.throw_exception_if_processing_interrupted()
+
+    import comfy.sample
+
+    noise = comfy.sample.prepare_noise(empty(host)["samples"], 7)
+    with pytest.raises(management.InterruptProcessingException):
+        conds = text(host, PROMPT), text(host, "")
+        latent = empty(host)["samples"]
+        comfy.sample.sample(fast, noise, STEPS, 4.0, "euler", "simple", *conds, latent, callback=interrupt, seed=7)
+    bank = host.module("nodes.host.banks").bank_of(cache)
+    assert bank.ls() == []
+    assert same(sampled(host, fast), sampled(host, model)) and len(bank.ls()) == 1
+
+
+def test_a_report_of_a_strange_latent_says_so(host, model, cache):
+    fast = reusing(host, model, cache)
+    told = report(host, fast, empty(host))
+    assert told["decision"] == "off" and "not from a recent run" in told["reason"]
+
+
+def test_the_region_is_drawn_over_the_frames(host, model, cache):
+    fast = reusing(host, model, cache)
+    sampled(host, fast)
+    latent = sampled(host, fast, OTHER)
+    (frames,) = host.run("CarnatorEmbeddedDecode", samples=latent)
+    kept, _, drawn = host.run("CarnatorReport", model=fast, samples=latent, images=frames)
+    assert kept is latent and drawn.shape == frames.shape and not torch.equal(drawn, frames)
+
+
+@pytest.mark.parametrize("name", ["", "../elsewhere", "a/b", ".hidden"])
+def test_a_cache_name_that_is_no_folder_name_is_refused(host, name):
+    with pytest.raises(ValueError, match="plain folder name"):
+        host.run("CarnatorReuseCache", name=name, budget_gb=1.0, mode="on")
+
+
+def test_time_of_our_own_on_a_miss_is_told(host, model, cache):
+    fast = reusing(host, model, cache)
+    told = report(host, fast, sampled(host, fast, steps=20))
+    assert 0 < told["seconds"]["carnator"] < told["seconds"]["model"]
