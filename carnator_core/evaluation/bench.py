@@ -59,7 +59,7 @@ def read_clip(latent: torch.Tensor, scene: world.Scene) -> dict:
 def measure_batch(model, part: Sequence[Pair], size: int, plans: dict[str, Plan], methods: Iterable[str]) -> list[dict]:
     """One row a pair, plan and method."""
     case = Case.of(model, part, size, next(iter(plans.values())))
-    truth = METHODS["dense"](case)
+    truth, agrees = case.truth()
     rows = []
     for plan_name, plan in plans.items():
         for name in methods:
@@ -68,6 +68,7 @@ def measure_batch(model, part: Sequence[Pair], size: int, plans: dict[str, Plan]
             found = truth if name == "dense" else METHODS[name](case.with_plan(plan))
             for i, (pair, close) in enumerate(zip(part, psnr_each(found, truth, PEAK), strict=True)):
                 row = {"seed": pair.seed, "changed": pair.changed, "plan": plan_name, "method": name, "psnr": close}
+                row["agreement"] = round(float(agrees[i]), 4)
                 rows.append(row | read_clip(found[i : i + 1], pair.target))
     return rows
 

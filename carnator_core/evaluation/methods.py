@@ -20,6 +20,8 @@ from ..mini import sample
 from ..reuse.answer import DonorAnswer, ForecastAnswer, FrozenAnswer
 from ..reuse.plan import Plan, dense_plan
 from ..reuse.trajectory import Trajectory
+from ..schedule import probe_steps
+from ..signature.agreement import agreement
 from .traces import Pair
 from .walk import Prompted, walk
 
@@ -46,6 +48,18 @@ class Case:
         noisy, x0 = (torch.stack(part) for part in zip(*seen, strict=True))
         wanted = Prompted(model, [p.prompt for p in pairs], guidance)
         return cls(wanted, noise, noisy, x0, plan, TokenGrid.of_latent(tuple(noise.shape)))
+
+    def truth(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's own dense result, and how far it agrees with the donor at the end of the probe: (B,) in [0, 1].
+
+        Agreement is the mean of the trust U over the clip, the number that the gate goes by.
+        """
+        seen: list[torch.Tensor] = []
+        result = walk(
+            self.wanted, self.noise, dense_plan(self.plan.sigmas), FrozenAnswer(), lambda _, __, x0: seen.append(x0)
+        )
+        last = probe_steps(len(seen)) - 1
+        return result, agreement(seen[last], self.donor_x0[last], self.grid).flatten(1).mean(1)
 
     def with_plan(self, plan: Plan) -> Case:
         return Case(self.wanted, self.noise, self.donor_noisy, self.donor_x0, plan, self.grid)

@@ -1,7 +1,8 @@
-"""Gate, version 1: conservative. Every discrepancy is named; the largest one, on a common scale, is the risk.
+"""Gate, version 1: every discrepancy is named; one of them is the risk.
 
-The scale of a discrepancy is its value at which reuse was seen to stop paying (`SCALES`). Nothing is certified yet, and
-the report says so.
+What a donor can lend is bounded by how far its x0 prediction agrees with the target's at the end of the probe: where
+they disagree nothing is taken from it. So the risk is the disagreement, 1 less the mean trust over the clip. The other
+discrepancies are told, not judged. Nothing is certified yet, and the report says so.
 """
 
 from __future__ import annotations
@@ -16,12 +17,6 @@ from ..signature.early import EarlySignature
 from ..signature.evidence import Evidence
 from .policy import Policy
 
-SCALES = {  # a discrepancy of this size is a risk of 1
-    "words": 1.0,  # share of rows without a counterpart
-    "scene": 1.5,  # root mean square x0 difference over the whole grid, in deviations of x0
-    "region": 1.0,  # share of the grid that differs
-    "guidance": 1.0,  # 1 - correlation of where the prompt acts
-}
 CERTIFICATE = "not certified"
 
 
@@ -46,6 +41,7 @@ def discrepancies(target: EarlySignature, donor: EarlySignature, evidence: Evide
     """Named values, each at least 0; larger is more different."""
     rows = len(target.conditioning) + len(donor.conditioning)
     found = {
+        "disagreement": 1 - evidence.agreement,
         "words": (len(evidence.words.target) + len(evidence.words.donor)) / rows,
         "scene": evidence.difference.pow(2).mean().sqrt().item(),
         "region": evidence.share,
@@ -53,11 +49,6 @@ def discrepancies(target: EarlySignature, donor: EarlySignature, evidence: Evide
     if target.guidance is not None and donor.guidance is not None:
         found["guidance"] = 1 - correlation(target.guidance.cpu(), donor.guidance.cpu())
     return found
-
-
-def risk_of(found: dict[str, float]) -> float:
-    """The largest discrepancy on the common scale, clamped to [0, 1]."""
-    return min(1.0, max(value / SCALES[name] for name, value in found.items()))
 
 
 def schedules_differ(target: Profile, sigmas: Sequence[float]) -> str | None:
@@ -80,18 +71,18 @@ def judge(
     found = discrepancies(target, donor, evidence)
     if not same_noise:
         return _other_noise(found, policy, has_connectivity)
-    risk = risk_of(found)
     found = {name: round(value, 4) for name, value in found.items()}
+    risk = found["disagreement"]
     if risk > policy.threshold:
-        worst = max(found, key=lambda name: found[name] / SCALES[name])
-        return Verdict("miss", f"the nearest donor differs too much ({worst} {found[worst]:.2f})", risk, found)
+        reason = f"the nearest donor shows another clip: the probes agree to {1 - risk:.0%}"
+        return Verdict("miss", reason, risk, found)
     return Verdict("joint", _in_words(evidence), risk, found)
 
 
 def _other_noise(found: dict[str, float], policy: Policy, has_connectivity: bool) -> Verdict:
     """With other noise predictions never agree; only the words can tell whether attention is alike."""
     words = {"words": round(found["words"], 4)}
-    risk = risk_of(words)
+    risk = words["words"]
     if risk <= policy.threshold and has_connectivity:
         return Verdict("connectivity", "a donor with another seed lends where attention looks", risk, words)
     reason = "the nearest donor has another seed; keep its seed to reuse its computation"

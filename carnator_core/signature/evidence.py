@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..grid import TokenGrid, dilate, smooth
+from .agreement import agreement
 from .alignment import Alignment, align
 from .early import EarlySignature
 
@@ -29,6 +30,7 @@ class Evidence:
     field: torch.Tensor  # (t, h, w) in [0, 1]
     region: torch.Tensor  # (t, h, w) of bool
     difference: torch.Tensor  # (t, h, w), root mean square x0 difference in deviations of x0
+    agreement: float  # mean trust over the clip, in [0, 1]
 
     @property
     def share(self) -> float:
@@ -111,4 +113,5 @@ def gather(
     if words.donor and donor.cross is not None:
         field = torch.maximum(field, word_field(donor.cross, words.donor).cpu())
     differs = smooth((difference > DIFFERENT).float(), 1) > 0.5
-    return Evidence(words, field, hysteresis(field) | differs, difference)
+    trust = agreement(target.x0, donor.x0.to(target.x0.device), grid)
+    return Evidence(words, field, hysteresis(field) | differs, difference, float(trust.mean()))

@@ -105,7 +105,7 @@ def test_a_refused_donor_is_a_miss_with_named_discrepancies(bank):
     make(maker)
     found = make(maker, OTHER)
     assert found.report.decision == "miss" and found.report.donor is None
-    assert {"words", "scene", "region", "guidance"} <= set(found.report.discrepancies)
+    assert {"disagreement", "words", "scene", "region", "guidance"} <= set(found.report.discrepancies)
     assert found.report.risk > found.report.threshold == 0.0
     assert torch.equal(found.latent, plain(maker, OTHER)) and found.report.written
 
