@@ -4,6 +4,7 @@ dense           the target's own full run; every distance is to its result
 fewer-steps     a shorter schedule
 own-frozen      the plan, skipped steps answered by the target's latest own prediction
 own-forecast    the plan, skipped steps answered by a linear forecast of the target's own predictions
+own-damped      the same at half of its slope, which is better for long skips
 nirvana         the donor's noisy latent taken over at the step that leaves as many forwards (arXiv 2312.04429)
 carnator        the plan, skipped steps answered with the donor (`reuse.answer.DonorAnswer`)
 """
@@ -82,6 +83,10 @@ def own_forecast(case: Case) -> torch.Tensor:
     return walk(case.wanted, case.noise, case.plan, ForecastAnswer())
 
 
+def own_damped(case: Case) -> torch.Tensor:
+    return walk(case.wanted, case.noise, case.plan, ForecastAnswer(0.5))
+
+
 def nirvana(case: Case) -> torch.Tensor:
     start = len(case.plan.sigmas) - case.plan.forwards
     return walk(case.wanted, case.donor_noisy[start], dense_plan(case.plan.sigmas), FrozenAnswer(), start=start)
@@ -97,6 +102,7 @@ METHODS: dict[str, Callable[[Case], torch.Tensor]] = {
     "fewer-steps": fewer_steps,
     "own-frozen": own_frozen,
     "own-forecast": own_forecast,
+    "own-damped": own_damped,
     "nirvana": nirvana,
     "carnator": carnator,
 }

@@ -29,7 +29,7 @@ from ..schedule import is_level, probe_steps, step_of
 from ..signature.early import EarlySignature
 from ..signature.evidence import Evidence, gather
 from ..signature.taps import Taps
-from .answer import DonorAnswer
+from .answer import MEMORY, DonorAnswer
 from .plan import Plan, dense_plan, paced_plan
 from .trajectory import Trajectory
 
@@ -82,7 +82,7 @@ class Run:
         self._seen: set[int] = set()
         self._keep = set(kept_levels(self.steps, _numel(request)))
         self._kept: dict[int, torch.Tensor] = {}
-        self._probed: list[tuple[float, torch.Tensor]] = []  # the probe's last two predictions
+        self._probed: list[tuple[float, torch.Tensor]] = []  # the probe's last predictions
         self._last: tuple[float, torch.Tensor] | None = None
 
     # --- what a host calls ---
@@ -152,7 +152,7 @@ class Run:
             if self._answerer is not None:
                 self._answerer.observe(sigma, x0)
             elif index < self.probe:
-                self._probed = [*self._probed[-1:], (sigma, x0.clone())]
+                self._probed = [*self._probed[-MEMORY + 1 :], (sigma, x0.clone())]
 
     def probing_last(self, sigma: float) -> bool:
         """Whether a call at this level is the probe's last step, the one that taps should read."""
