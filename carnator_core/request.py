@@ -40,6 +40,12 @@ def digest_of_weights(tensors: Iterable[tuple[str, torch.Tensor]], full: bool = 
     return h.hexdigest()
 
 
+def unpadded(rows: torch.Tensor) -> torch.Tensor:
+    """Conditioning (L, C) without the zero rows behind the prompt; at least one row."""
+    used = rows.abs().amax(-1) > 0
+    return rows[: int(used.nonzero().max()) + 1 if used.any() else 1]
+
+
 @dataclass(frozen=True)
 class Identity:
     """All that must be equal between two requests before one may lend anything to the other."""

@@ -31,7 +31,7 @@ class CarnatorCompatibilityGate(io.ComfyNode):
                     "only, which reproduces a reused clip bit for bit.",
                 ),
             ],
-            outputs=[io.Model.Output()],
+            outputs=[io.Model.Output(tooltip="For the sampler, or for Carnator Early Probe.")],
             hidden=[io.Hidden.unique_id],
         )
 

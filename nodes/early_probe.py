@@ -34,7 +34,7 @@ class CarnatorEarlyProbe(io.ComfyNode):
                     "and slower.",
                 ),
             ],
-            outputs=[io.Model.Output()],
+            outputs=[io.Model.Output(tooltip="For the sampler, or for Carnator Compatibility Gate.")],
             hidden=[io.Hidden.unique_id],
         )
 

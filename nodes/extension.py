@@ -12,6 +12,7 @@ from .embedded_text import CarnatorEmbeddedText
 from .host import paths
 from .report import CarnatorReport
 from .reuse_cache import CarnatorReuseCache
+from .sparse_attention import CarnatorSparseAttentionPatch
 
 
 class CarnatorExtension(ComfyExtension):
@@ -23,6 +24,7 @@ class CarnatorExtension(ComfyExtension):
             CarnatorReuseCache,
             CarnatorEarlyProbe,
             CarnatorCompatibilityGate,
+            CarnatorSparseAttentionPatch,
             CarnatorReport,
             CarnatorEmbeddedText,
             CarnatorEmbeddedDecode,

@@ -25,7 +25,7 @@ from .. import backbones
 from ..bank import Bank
 from ..gate.policy import DEFAULT, policy_named
 from ..report import RunReport
-from ..request import Identity, Profile, Request, digest_of_tensor, digest_of_weights
+from ..request import Identity, Profile, Request, digest_of_tensor, digest_of_weights, unpadded
 from ..reuse.engine import Run
 from ..schedule import from_x0, to_x0
 from ..signature.taps import Taps
@@ -34,12 +34,6 @@ from ..signature.taps import Taps
 def attach(pipe: Any, bank: Bank, policy: str = DEFAULT) -> Attached:
     """Wrap a diffusers text-to-video pipeline. ValueError for an unknown policy; unknown pipelines pass through."""
     return Attached(pipe, bank, policy)
-
-
-def unpadded(rows: torch.Tensor) -> torch.Tensor:
-    """Conditioning (L, C) without the zero rows behind the prompt; at least one row."""
-    used = rows.abs().amax(-1) > 0
-    return rows[: int(used.nonzero().max()) + 1 if used.any() else 1]
 
 
 class Attached:

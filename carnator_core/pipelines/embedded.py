@@ -15,12 +15,11 @@ from ..gate.policy import DEFAULT, policy_named
 from ..mini import codec, sample, text
 from ..mini import model as mini
 from ..report import RunReport
-from ..request import Identity, Profile, Request, digest_of_tensor, digest_of_weights
+from ..request import Identity, Profile, Request, digest_of_tensor, digest_of_weights, unpadded
 from ..reuse.engine import Run
 from ..reuse.plan import Plan
 from ..signature.evidence import Evidence
 from ..signature.taps import Taps
-from .attached import unpadded
 
 
 @dataclass(frozen=True)

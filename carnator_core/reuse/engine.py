@@ -25,7 +25,7 @@ from ..gate.policy import Policy
 from ..grid import TokenGrid
 from ..report import RunReport, StepRow
 from ..request import Request
-from ..schedule import is_level, probe_steps, step_of
+from ..schedule import finish_steps, is_level, probe_steps, step_of
 from ..signature.early import EarlySignature
 from ..signature.evidence import Evidence, gather
 from ..signature.taps import Taps
@@ -156,7 +156,17 @@ class Run:
 
     def probing_last(self, sigma: float) -> bool:
         """Whether a call at this level is the probe's last step, the one that taps should read."""
-        return self.bank.mode != "off" and step_of(sigma, self.sigmas) == self.probe - 1
+        return step_of(sigma, self.sigmas) == self.probe - 1
+
+    def may_be_sparse(self, sigma: float) -> bool:
+        """Whether a call at this level lies behind the probe and before the dense finish."""
+        return self.probe <= step_of(sigma, self.sigmas) < self.steps - finish_steps(self.steps)
+
+    def was_sparse(self, density: float | None) -> None:
+        """The last observed step used sparse attention, so this run is no truth that others may borrow from."""
+        self._tainted = self._tainted or "sparse attention"
+        self.report.steps[-1].kind = "sparse"
+        self.report.scope.density = density
 
     def stop(self, reason: str) -> None:
         """End reuse for the rest of this run; the host saw something it cannot vouch for."""

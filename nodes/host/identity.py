@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ...carnator_core.pipelines.attached import unpadded
-from ...carnator_core.request import Identity, Profile, Request, digest_of_tensor, digest_of_weights
+from ...carnator_core.request import Identity, Profile, Request, digest_of_tensor, digest_of_weights, unpadded
 from .supported import sampler_name
 
 _BASE: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # digests, kept with the model object

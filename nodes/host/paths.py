@@ -9,11 +9,16 @@ import folder_paths
 from ...carnator_core import mini
 from . import banks
 
+WEIGHTS = Path(mini.__file__).parent / "weights"
+LORA = "carnator_mini_fewstep_lora.safetensors"  # named here: the core's own module needs diffusers, ComfyUI does not
 
-def register() -> None:
+
+def register(weights: Path = WEIGHTS) -> None:
     """Add the embedded model's folder behind the user's own, so that "Load Diffusion Model" lists it, and the caches'.
 
-    Reads only; nothing is created.
+    With the few-step LoRA in it, "Load LoRA" lists it too. Reads only; nothing is created.
     """
     banks.register()
-    folder_paths.add_model_folder_path("diffusion_models", str(Path(mini.__file__).parent / "weights"))
+    folder_paths.add_model_folder_path("diffusion_models", str(weights))
+    if (weights / LORA).is_file():
+        folder_paths.add_model_folder_path("loras", str(weights))

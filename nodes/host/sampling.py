@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ...carnator_core.attention.connectivity import Connectivity
+from ...carnator_core.bank import Bank
 from ...carnator_core.gate.policy import policy_named
 from ...carnator_core.grid import TokenGrid
 from ...carnator_core.report import RunReport
@@ -22,7 +24,7 @@ from . import banks, events
 from .identity import Undigestible, request_of
 from .setup import KEY, REPORTS, Setup, setup_of
 from .supported import unsupported
-from .taps import tapped_options
+from .taps import watched
 
 LOG = logging.getLogger("carnator")
 
@@ -52,17 +54,17 @@ def outer_sample(executor: Any, noise, latent, sampler, sigmas, mask=None, callb
 
 def _begin(guider, setup: Setup, noise, latent, sampler, sigmas, mask, seed) -> tuple[Run | None, str]:
     """The run, or None and why everything is passed through."""
-    missing = setup.missing
-    if missing or setup.cache.mode == "off":
-        return None, missing or "the cache is off"
+    off = setup.missing or ("the cache is off" if setup.cache.mode == "off" else "")
+    if off and setup.sparse is None:
+        return None, off
     try:
         reason = unsupported(guider, sampler, sigmas, latent, mask)
         if reason:
             return None, f"passed through: {reason}"
         request = request_of(guider, sampler, sigmas, noise, latent, seed)
-        bank = banks.bank_of(setup.cache)
+        bank = Bank(".", mode="off") if off else banks.bank_of(setup.cache)
         grid = TokenGrid.of_latent(tuple(noise.shape), tuple(guider.model_patcher.model.diffusion_model.patch_size))
-        taps = Taps(grid, len(request.profile.conditioning))
+        taps = None if off else Taps(grid, len(request.profile.conditioning))
         return Run(request, bank, policy_named(setup.policy), grid, taps, setup.donor, probe=setup.probe), ""
     except Undigestible as error:
         return None, f"passed through: {error}"
@@ -75,29 +77,57 @@ def _sample(executor: Any, guider: Any, setup: Setup, run: Run, args: tuple, mor
     """The host's sampling with each prediction answered or observed."""
     from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 
-    layers = len(guider.model_patcher.model.diffusion_model.blocks)
-
-    def predict(inner: Any, x: torch.Tensor, timestep: torch.Tensor, options: dict | None = None, seed: Any = None):
-        options = options or {}
-        sigma = float(timestep.flatten()[0])
-
-        def compute() -> torch.Tensor:
-            probed = run.probing_last(sigma)
-            return inner(x, timestep, tapped_options(options, run.taps, layers) if probed else options, seed)
-
-        x0 = run.step(sigma, compute)
-        events.send_step(setup, run)
-        return x0.to(x.dtype) if x0.dtype != x.dtype else x0
-
-    add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, predict, guider.model_options, is_model_options=True)
+    steps = _Steps(run, setup, len(guider.model_patcher.model.diffusion_model.blocks))
+    add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, steps.predict, guider.model_options, is_model_options=True)
     try:
         return executor(*args, **more)
     finally:
         guider.model_options["transformer_options"]["wrappers"][WrappersMP.PREDICT_NOISE].pop(KEY, None)
+        steps.tell()
+
+
+class _Steps:
+    """Every prediction of one run."""
+
+    def __init__(self, run: Run, setup: Setup, layers: int):
+        self.run, self.setup, self.layers = run, setup, layers
+        chosen = setup.sparse
+        self.sparse = Connectivity(chosen.kept, chosen.kernel) if chosen else None
+
+    def predict(self, inner: Any, x: torch.Tensor, timestep: torch.Tensor, options: dict | None = None, seed=None):
+        """Around the guider's prediction: guided x0 of (B, C, T, H, W) latents in the model's space."""
+        sigma, run = float(timestep.flatten()[0]), self.run
+        last = run.probing_last(sigma)
+        sparse = self.sparse if self.sparse and (last or run.may_be_sparse(sigma)) else None
+        taps = run.taps if last else None
+
+        def compute() -> torch.Tensor:
+            if taps is None and sparse is None:
+                return inner(x, timestep, options or {}, seed)
+            return inner(x, timestep, watched(options or {}, run.grid, self.layers, taps, sparse, last), seed)
+
+        before = self.sparse.applied if self.sparse else 0
+        x0 = run.step(sigma, compute)
+        if self.sparse and last:
+            self.sparse.close()
+        if self.sparse and self.sparse.applied > before:
+            run.was_sparse(self.sparse.density)
+        events.send_step(self.setup, run)
+        return x0 if x0.dtype == x.dtype else x0.to(x.dtype)
+
+    def tell(self) -> None:
+        """What became of sparse attention, for the report."""
+        if self.sparse is None:
+            return
+        self.run.report.scope.density = self.sparse.density
+        line = f"sparse attention: {self.sparse.reason}"
+        self.run.report.warnings.append(line if self.sparse.applied else f"{line}; all attention was dense")
 
 
 def _finish(setup: Setup, run: Run, out: torch.Tensor) -> torch.Tensor:
     report = run.finish(out.detach().cpu())
+    if run.bank.mode == "off" and setup.sparse is not None:
+        report.reason = f"nothing was reused: {setup.missing or 'the cache is off'}"
     _tell(setup, out, report, run.evidence)
     return out
 

@@ -23,6 +23,14 @@ class CacheChoice:
     mode: str = "on"  # on, read-only, off
 
 
+@dataclass(frozen=True)
+class SparseChoice:
+    """`kept`: attention mass in (0, 1]; `kernel`: one of the core's."""
+
+    kept: float
+    kernel: str
+
+
 class Mailbox:
     """Reports of the last runs by the digest of their latent, so that a report node finds its own."""
 
@@ -54,6 +62,7 @@ class Setup:
     seeds: str = "own"
     donor: str | None = None
     gated: bool = False  # whether a gate decides; without one nothing is reused
+    sparse: SparseChoice | None = None
     nodes: tuple[str, ...] = field(default=())
 
     def changed(self, node: str | None, **changes: Any) -> Setup:
@@ -63,6 +72,8 @@ class Setup:
     @property
     def missing(self) -> str | None:
         """What a chain of single nodes still lacks, in a sentence; None when it is whole."""
+        if self.cache is None and not self.gated:
+            return "only sparse attention is set" if self.sparse else "no Carnator node sets anything"
         if self.cache is None:
             return "no reuse cache is set: add Carnator Early Probe with a Carnator Reuse Cache before the sampler"
         if not self.gated:

@@ -1,4 +1,7 @@
-"""Taps in ComfyUI: an attention override that reads queries and keys and then lets the host's own attention run."""
+"""The host's attention during one prediction: taps that read queries and keys, and sparse attention in its place.
+
+An override of the host's attention lets the host's own function run wherever nothing else was asked for.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,33 @@ from typing import Any
 
 import torch
 
+from ...carnator_core.attention.connectivity import Connectivity
+from ...carnator_core.grid import TokenGrid
 from ...carnator_core.signature.taps import Taps, middle_layer
 from .setup import KEY
 
 
-def tapped_options(options: dict, taps: Taps, layers: int) -> dict:
-    """A copy of `model_options` under which one prediction is read; the given options stay as they are."""
+def watched(
+    options: dict,
+    grid: TokenGrid,
+    layers: int,
+    taps: Taps | None = None,
+    sparse: Connectivity | None = None,
+    recording: bool = False,
+) -> dict:
+    """A copy of `model_options` for one prediction; the given options stay as they are.
+
+    `taps` reads the middle layer and the guidance branches. `sparse` records masks (`recording`) or attends with them.
+    """
     from comfy.model_patcher import create_model_options_clone
     from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 
     options = create_model_options_clone(options)
-    reader = _Reader(taps, middle_layer(layers))
-    options["transformer_options"]["optimized_attention_override"] = reader.attention
-    add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, reader.forward, options, is_model_options=True)
-    add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, _branches(taps), options, is_model_options=True)
+    watcher = _Watcher(grid, middle_layer(layers), taps, sparse, recording)
+    options["transformer_options"]["optimized_attention_override"] = watcher.attention
+    add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, watcher.forward, options, is_model_options=True)
+    if taps is not None:
+        add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, _branches(taps), options, is_model_options=True)
     return options
 
 
@@ -34,11 +50,17 @@ def _branches(taps: Taps) -> Callable:
     return wrapper
 
 
-class _Reader:
+def _split(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(s, heads * d) -> (heads, s, d)."""
+    return x.unflatten(-1, (heads, -1)).transpose(0, 1)
+
+
+class _Watcher:
     """Counts the self-attentions of one forward, which tells the layer on every version of the host."""
 
-    def __init__(self, taps: Taps, layer: int):
-        self.taps, self.layer, self.count = taps, layer, 0
+    def __init__(self, grid: TokenGrid, middle: int, taps: Taps | None, sparse: Connectivity | None, recording: bool):
+        self.grid, self.middle, self.taps, self.sparse, self.recording = grid, middle, taps, sparse, recording
+        self.count = 0
 
     def forward(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Around one forward of the transformer."""
@@ -47,18 +69,24 @@ class _Reader:
 
     def attention(self, func: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, *args, **kwargs):
         """In the attention's place: q, k, v (b, s, heads * d) on Wan."""
-        own = q.shape[1] == k.shape[1] == self.taps.grid.tokens
+        own = q.shape[1] == k.shape[1] == self.grid.tokens
         layer = self.count - (0 if own else 1)
         self.count += own
-        if layer == self.layer and q.ndim == 3:
-            row = self._row(kwargs.get("transformer_options"), q.shape[0])
-            if row is not None:
-                parts = (x[row].unflatten(-1, (heads, -1)).transpose(0, 1) for x in (q, k))
-                (self.taps.read_self if own else self.taps.read_cross)(*parts)
-        return func(q, k, v, heads, *args, **kwargs)
+        branches = (kwargs.get("transformer_options") or {}).get("cond_or_uncond", [0])
+        clips = q.shape[0] // len(branches)
+        if q.ndim != 3 or clips * len(branches) != q.shape[0]:
+            return func(q, k, v, heads, *args, **kwargs)
+        if self.taps is not None and layer == self.middle and 0 in branches:
+            row = branches.index(0) * clips  # the first clip's conditional branch
+            (self.taps.read_self if own else self.taps.read_cross)(_split(q[row], heads), _split(k[row], heads))
+        if self.sparse is None or not own:
+            return func(q, k, v, heads, *args, **kwargs)
+        if self.recording:
+            for place, branch in enumerate(branches):
+                self.sparse.record(layer, branch, _split(q[place * clips], heads), _split(k[place * clips], heads))
+            return func(q, k, v, heads, *args, **kwargs)
 
-    @staticmethod
-    def _row(options: dict | None, rows: int) -> int | None:
-        """The batch row of the first clip's conditional branch (0 in `cond_or_uncond`), or None without one."""
-        branches = (options or {}).get("cond_or_uncond", [0])
-        return branches.index(0) * (rows // len(branches)) if 0 in branches else None
+        def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return func(q, k, v, heads, *args, **kwargs)
+
+        return self.sparse.attend(layer, [b for b in branches for _ in range(clips)], dense, q, k, v)

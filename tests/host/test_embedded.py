@@ -39,7 +39,7 @@ def psnr(a: torch.Tensor, b: torch.Tensor) -> float:
     return -10 * math.log10((a - b).pow(2).mean().item() + 1e-20)
 
 
-def test_loading_the_pack_adds_its_nodes_and_one_model_folder_and_nothing_else(host):
+def test_loading_the_pack_adds_its_nodes_its_bank_folder_and_one_model_folder_and_nothing_else(host):
     added = set(host.nodes.NODE_CLASS_MAPPINGS) - host.classes_before
     assert {"CarnatorEmbeddedText", "CarnatorEmbeddedDecode"} <= added
     assert all(name.startswith("Carnator") for name in added)

@@ -321,3 +321,65 @@ def test_time_of_our_own_on_a_miss_is_told(host, model, cache):
     fast = reusing(host, model, cache)
     told = report(host, fast, sampled(host, fast, steps=20))
     assert 0 < told["seconds"]["carnator"] < told["seconds"]["model"]
+
+
+def sparse(host, model, kept: float = 0.9, kernel: str = "portable"):
+    return host.run("CarnatorSparseAttentionPatch", model=model, kept=kept, kernel=kernel)[0]
+
+
+@pytest.mark.parametrize("cfg", [4.0, 1.0])
+def test_sparse_attention_alone_keeps_the_clip_and_tells_its_density(host, model, cfg):
+    large = empty(host, size=256)
+    plain = sampled(host, model, latent_image=large, cfg=cfg, steps=6)
+    fast = sparse(host, model)
+    out = sampled(host, fast, latent_image=large, cfg=cfg, steps=6)
+    told = report(host, fast, out)
+    kinds = [row["kind"] for row in told["steps"]]
+    assert kinds[0] == "dense" and kinds[-1] == "dense" and kinds.count("sparse") == 4
+    assert told["decision"] == "off" and 0 < told["scope"]["density"] < 1 and told["written"] is None
+    error = (out["samples"] - plain["samples"]).pow(2).mean()
+    assert 0 < error < 0.3 * plain["samples"].var()
+
+
+def test_sparse_attention_that_keeps_all_or_is_off_equals_the_host(host, model):
+    plain = sampled(host, model)
+    off = sparse(host, model, kernel="off")
+    assert same(sampled(host, off), plain)
+    whole = sampled(host, sparse(host, model, kept=1.0), cfg=4.0)
+    assert (whole["samples"] - plain["samples"]).abs().max() < 1e-2
+
+
+def test_the_automatic_kernel_steps_aside_on_short_clips_and_says_so(host, model):
+    fast = sparse(host, model, kernel="auto")
+    out = sampled(host, fast)
+    told = report(host, fast, out)
+    if all(row["kind"] == "dense" for row in told["steps"]):
+        assert same(out, sampled(host, model)) and any("dense" in w for w in told["warnings"])
+    else:  # a machine on which sparse wins even here must say by how much
+        assert any("times dense" in w for w in told["warnings"])
+
+
+def test_sparse_runs_never_become_donors_but_borrow(host, model, cache):
+    both = sparse(host, reusing(host, model, cache))
+    told = report(host, both, sampled(host, both))
+    assert told["decision"] == "miss" and told["written"] is None
+    fast = reusing(host, model, cache)
+    assert report(host, fast, sampled(host, fast))["written"]
+    told = report(host, both, sampled(host, both, OTHER))
+    kinds = {row["kind"] for row in told["steps"]}
+    assert told["decision"] == "joint" and {"dense", "skipped", "sparse"} <= kinds
+
+
+def test_the_pack_starts_without_the_heavy_libraries_of_the_core(host):
+    """ComfyUI's start and its other packs must not pay for, or lack, what only pipelines need."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; sys.path.insert(0, '.'); import carnator_core.bank, carnator_core.reuse.engine,"
+        "carnator_core.attention.connectivity, carnator_core.mini.text, carnator_core.mini.codec;"
+        "print([m for m in ('diffusers', 'transformers', 'matplotlib') if m in sys.modules])"
+    )
+    root = str(host.pack.__file__).rsplit("/", 1)[0]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,186 @@
+"""Attention inside a block mask: equal to dense attention under the same mask, faster where few blocks are kept.
+
+The portable back end gathers the kept key blocks of a query block next to each other and attends to those alone; query
+blocks with equally many keys share one call, so nothing is padded or masked. Inference only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from .blocks import BlockMask
+
+# Query-key pairs that one call should have, per thread: large enough to hide its overhead, small enough to stay in the
+# second-level cache. A GPU wants far more.
+PAIRS_CPU, PAIRS_OTHER = 2**16, 2**22
+LARGEST_GROUP = 64
+PORTABLE, FLEX = "portable", "flex"
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Query blocks of one call: their numbers (g,), their key blocks (g * count,), and keys per query block."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    length: int
+    run: tuple[int, int] | None  # the first block and the count, where one query block's keys lie side by side
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: BlockMask | Sequence[BlockMask],
+    *,
+    scale: float | None = None,
+    backend: str = PORTABLE,
+) -> torch.Tensor:
+    """softmax(scale q k^T) v over the kept blocks only.
+
+    Inputs (b, heads, tokens, d) or (b, tokens, heads * d), with the heads of the mask; the answer has q's layout. q and
+    k may differ in length. One mask serves all of the batch, a sequence gives one for each element. `scale` defaults to
+    d ** -0.5. ValueError for inputs that do not fit; RuntimeError when `backend` is flex and cannot run here.
+    """
+    masks = [mask] if isinstance(mask, BlockMask) else list(mask)
+    if not masks:
+        raise ValueError("no mask given")
+    if q.ndim == 3:
+        q, k, v = (_split(x, masks[0].heads) for x in (q, k, v))
+        out = sparse_attention(q, k, v, masks, scale=scale, backend=backend)
+        return out.transpose(1, 2).flatten(2)
+    _check(q, k, v, masks)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    masks = masks * q.shape[0] if len(masks) == 1 else masks
+    if backend == PORTABLE:
+        return _portable(q, k, v, masks, scale)
+    if backend == FLEX:
+        from .flex import flex_attention  # only here: it loads the compiler
+
+        return flex_attention(q, k, v, masks, scale)
+    raise ValueError(f"no back end {backend!r}; there are {PORTABLE!r} and {FLEX!r}")
+
+
+def _split(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(b, tokens, heads * d) -> (b, heads, tokens, d)."""
+    if x.ndim != 3 or x.shape[-1] % heads:
+        raise ValueError(f"{tuple(x.shape)} is no (b, tokens, heads * d) with {heads} heads")
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Sequence[BlockMask]) -> None:
+    shapes = [tuple(x.shape) for x in (q, k, v)]
+    if q.ndim != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3:] != k.shape[3:]:
+        raise ValueError(
+            f"q, k, v {shapes} are no (b, heads, tokens, d), nor (b, tokens, heads * d), that fit together"
+        )
+    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and q.is_floating_point()):
+        raise ValueError(f"q, k, v must share one device and floating dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise ValueError("sparse attention has no gradient; call it under torch.no_grad()")
+    if len(masks) not in (1, q.shape[0]):
+        raise ValueError(f"{len(masks)} masks for a batch of {q.shape[0]}")
+    wanted = (q.shape[1], (q.shape[2], k.shape[2]))
+    for mask in masks:
+        if (mask.heads, mask.tokens) != wanted or mask.block != masks[0].block:
+            found = f"a mask of {mask.heads} heads, {mask.tokens} tokens, blocks {mask.block}"
+            raise ValueError(f"{found} does not fit {wanted[0]} heads, {wanted[1]} tokens, blocks {masks[0].block}")
+
+
+def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
+    """(b, heads, tokens, d) -> (b * heads * blocks, block * d), the last block of each head padded with zeros."""
+    pad = -x.shape[2] % block
+    x = F.pad(x, (0, 0, 0, pad)) if pad else x
+    return x.reshape(-1, block * x.shape[3])
+
+
+def _groups(keep: torch.Tensor, block: tuple[int, int], tokens: int, pairs: int) -> Iterator[_Group]:
+    """Calls that together cover keep (b * heads, query blocks, key blocks), in the order of their first query block.
+
+    That order keeps the keys of one head in the cache for as long as they are needed.
+    """
+    heads, queries, total = keep.shape
+    flat = keep.cpu().reshape(-1, total)
+    last = flat[:, -1].long() * (-tokens % block[1])  # missing tokens of a kept last block
+    lengths = flat.sum(1) * block[1] - last
+    indices = flat.nonzero()[:, 1] + (torch.arange(heads) * total).repeat_interleave(flat.view(heads, -1).sum(1))
+    ends = flat.sum(1).cumsum(0)
+    members: dict[int, list[int]] = {}
+    for number, length in enumerate(lengths.tolist()):
+        members.setdefault(length, []).append(number)
+    chunks = []
+    for length, numbers in members.items():
+        size = min(LARGEST_GROUP, max(1, pairs // (block[0] * length)))
+        chunks += [(numbers[i : i + size], length) for i in range(0, len(numbers), size)]
+    for numbers, length in sorted(chunks):
+        count = -(-length // block[1])
+        keys = [indices[ends[n] - count : ends[n]] for n in numbers]
+        first = int(keys[0][0])
+        beside = len(numbers) == 1 and int(keys[0][-1]) - first + 1 == count
+        run = (first, count) if beside else None
+        yield _Group(torch.tensor(numbers), torch.cat(keys), length, run)
+
+
+def _portable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Sequence[BlockMask], scale: float):
+    block, size, device = masks[0].block, q.shape[-1], q.device
+    keep = torch.cat([mask.keep for mask in masks])
+    explicit = q.dtype == torch.float32 and device.type == "cpu"
+    queries = _blocks(q * scale if explicit else q, block[0])
+    keys, values = _blocks(k, block[1]), _blocks(v, block[1])
+    out = torch.empty_like(queries)
+    pairs = PAIRS_CPU * torch.get_num_threads() if device.type == "cpu" else PAIRS_OTHER
+    scratch = _Scratch(q)
+    for group in _groups(keep, block, k.shape[2], pairs):
+        count, chosen = len(group.queries), group.queries.to(device)
+        mine = queries.index_select(0, chosen).view(count, block[0], size)
+        if explicit:
+            answer = _explicit(mine, keys, values, group, scratch)
+        else:
+            near = [_near(x, group, size, scratch, name) for name, x in (("keys", keys), ("values", values))]
+            answer = F.scaled_dot_product_attention(mine[:, None], near[0][:, None], near[1][:, None], scale=scale)
+        out.index_copy_(0, chosen, answer.reshape(count, -1))
+    out = out.view(*q.shape[:2], -1, size)
+    return out[:, :, : q.shape[2]]
+
+
+class _Scratch:
+    """Buffers reused from call to call, because fresh pages cost more than the copy into them."""
+
+    def __init__(self, like: torch.Tensor):
+        self._like, self._held = like, {}
+
+    def __call__(self, name: str, *shape: int) -> torch.Tensor:
+        size = 1
+        for side in shape:
+            size *= side
+        if name not in self._held or self._held[name].numel() < size:
+            self._held[name] = self._like.new_empty(size)
+        return self._held[name][:size].view(shape)
+
+
+def _near(blocks: torch.Tensor, group: _Group, size: int, scratch: _Scratch, name: str) -> torch.Tensor:
+    """The group's keys or values side by side: (g, length, d)."""
+    if group.run:
+        first, count = group.run
+        return blocks[first : first + count].view(1, -1, size)[:, : group.length]
+    held = scratch(name, len(group.keys), blocks.shape[1])
+    torch.index_select(blocks, 0, group.keys.to(blocks.device), out=held)
+    return held.view(len(group.queries), -1, size)[:, : group.length]
+
+
+def _explicit(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _Group, scratch: _Scratch):
+    """Attention of scaled q (g, block, d) in three steps; for few rows faster than the fused kernel of the CPU.
+
+    Values take the place of the keys, which are done with by then, so that less is held in the cache.
+    """
+    count, block, size = q.shape
+    near = _near(keys, group, size, scratch, "near")
+    weights = scratch("weights", count, block, group.length)
+    torch.bmm(q, near.transpose(1, 2), out=weights)
+    torch.softmax(weights, -1, out=weights)
+    near = _near(values, group, size, scratch, "near")
+    return torch.bmm(weights, near, out=scratch("answer", count, block, size))
