@@ -17,7 +17,7 @@ from ..signature.early import EarlySignature
 from ..signature.evidence import Evidence
 from .policy import Policy
 
-CERTIFICATE = "not certified"
+FINE = 0.9  # least number of stored levels, as a share of the target's steps
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,16 @@ def discrepancies(target: EarlySignature, donor: EarlySignature, evidence: Evide
 
 
 def schedules_differ(target: Profile, sigmas: Sequence[float]) -> str | None:
-    """Why a trajectory stored at `sigmas` cannot answer this schedule; None when it can."""
-    first = target.sigmas[0]
+    """Why a trajectory stored at `sigmas` cannot answer this schedule; None when it can.
+
+    A course that is interpolated between far levels answers worse than no donor at all (seen with 24 levels for 50
+    steps), so it must be stored about as finely as the target steps.
+    """
+    first, steps = target.sigmas[0], len(target.sigmas) - 1
     if abs(sigmas[0] - first) > 0.02 * first:
-        return f"its trajectory begins at noise level {sigmas[0]:.3f} and this run at {first:.3f}"
+        return f"the nearest donor begins at noise level {sigmas[0]:.3f} and this run at {first:.3f}"
+    if len(sigmas) < FINE * steps:
+        return f"the nearest donor keeps predictions at {len(sigmas)} noise levels, too few to answer {steps} steps"
     return None
 
 

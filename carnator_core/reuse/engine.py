@@ -34,7 +34,7 @@ from .plan import Plan, dense_plan, paced_plan
 from .trajectory import Trajectory
 
 CANDIDATES = 10  # paper: K = 10
-KEEP_BYTES = 32 * 2**20  # of predictions that a run remembers, in 16 bits
+KEEP_BYTES = 512 * 2**20  # of predictions that a run remembers, in 16 bits
 KEEP_LEAST = 8
 REFERENCE_STEPS = 50  # a policy's depth is told for a schedule of this length: what counts is the way skipped at once
 COLLAPSE = 0.05  # a prediction whose deviation falls to this share of the last computed one's has collapsed

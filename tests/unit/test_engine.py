@@ -125,6 +125,14 @@ def test_a_donor_with_another_number_of_steps_still_lends(bank):
     assert found.report.decision == "joint"
 
 
+def test_a_donor_with_far_fewer_steps_is_too_coarse_to_lend(bank):
+    maker = generator(bank)
+    make(maker, steps=6)
+    found = make(maker, OTHER, steps=STEPS)
+    assert found.report.decision == "miss" and "too few" in found.report.reason
+    assert torch.equal(found.latent, plain(maker, OTHER))
+
+
 def test_an_interrupted_run_leaves_nothing_and_the_next_one_is_normal(bank):
     maker = generator(bank)
 
