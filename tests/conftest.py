@@ -86,7 +86,7 @@ class Server:
         """What the server has printed so far."""
         return self.log_file.read_text(errors="replace")
 
-    def wait_until_ready(self, seconds: float = 600) -> None:
+    def wait_until_ready(self, seconds: float = 1200) -> None:
         """Return once it answers; RuntimeError with the end of its log if it dies or takes longer."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and self.process.poll() is None:
@@ -122,7 +122,7 @@ class Server:
         """Queue a workflow in API form; its prompt id. `extra` goes beside it, such as client_id."""
         return self.post("/prompt", {"prompt": prompt, **extra})["prompt_id"]
 
-    def wait(self, prompt_id: str, seconds: float = 600) -> dict:
+    def wait(self, prompt_id: str, seconds: float = 1200) -> dict:
         """The history entry of a queued prompt, once it has ended in whatever way."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:

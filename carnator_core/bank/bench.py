@@ -11,10 +11,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from ..console import OK, add_json_option, whole
 from ..request import Identity, Profile, Request
 from .files import Folder
 from .index import Index, Row
@@ -102,16 +104,30 @@ def measure(entries: int, repeats: int = REPEATS) -> dict[str, float | int | str
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="carnator_core.bank.bench", description=__doc__)
-    parser.add_argument("--entries", type=int, default=10_000, help="entries of one identity (default: %(default)d)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse_args(arguments)
-    if args.entries < 1:
-        parser.error("--entries must be at least 1")
+def add_parser(subparsers: Any) -> None:
+    """Add `bank` to the benchmarks; `args.run` is a function of args that returns the exit code."""
+    text = "recall on a synthetic bank without tensors: first and later milliseconds, bytes of the index"
+    parser = subparsers.add_parser("bank", help=text, description=text)
+    _add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "entries of one identity (default: %(default)d)"
+    parser.add_argument("--entries", type=whole(1, 10**7), default=10_000, help=text)
+    add_json_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
     result = measure(args.entries)
     print(json.dumps(result) if args.json else "\n".join(f"{key}: {value}" for key, value in result.items()))
-    return 0
+    return OK
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="carnator_core.bank.bench", description=__doc__)
+    _add_arguments(parser)
+    return run(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

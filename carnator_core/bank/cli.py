@@ -6,8 +6,6 @@ Exit codes: 0 done, 1 something failed or was not found, 2 bad arguments.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
 import sys
 import time
@@ -17,16 +15,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..console import (
+    BAD_ARGUMENTS,
+    FAILED,
+    OK,
+    PROGRESS_AFTER_SECONDS,
+    add_bank_option,
+    add_json_option,
+    age_in_words,
+    plain,
+    print_json,
+    print_table,
+    size_in_words,
+)
 from .store import BUDGET_BYTES, Bank
 
-OK, FAILED, BAD_ARGUMENTS = 0, 1, 2
-FOLDER_VARIABLE = "CARNATOR_BANK"
 PREFIX = re.compile(r"[0-9a-f]{4,32}\Z")
-PROGRESS_AFTER_SECONDS = 2.0
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `bank` and its commands; each leaves in `args.run` a function of args that returns the exit code."""
+def add_parser(subparsers: Any, folder: Path | None = None) -> None:
+    """Add `bank` and its commands; each leaves in `args.run` a function of args that returns the exit code.
+
+    `folder`: the bank's where neither an argument nor the environment names one; without it they must.
+    """
     bank = subparsers.add_parser("bank", help="list, inspect, verify and clean the donors on disk")
     commands = bank.add_subparsers(dest="bank_command", required=True, metavar="COMMAND")
     for name, run, text in (
@@ -38,7 +49,7 @@ def add_parser(subparsers: Any) -> None:
         ("rebuild", rebuild, "make the index anew from the entries"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        _add_common(command)
+        _add_common(command, folder)
         if name in ("show", "rm"):
             command.add_argument("ids", metavar="ID", type=_prefix, nargs=1 if name == "show" else "+", help=ID_HELP)
         command.set_defaults(run=partial(_guarded, run))
@@ -47,23 +58,15 @@ def add_parser(subparsers: Any) -> None:
 ID_HELP = "an entry's id, or its first digits (at least 4)"
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    default = os.environ.get(FOLDER_VARIABLE)
-    parser.add_argument(
-        "--bank",
-        type=Path,
-        default=default,
-        required=default is None,
-        metavar="FOLDER",
-        help=f"the bank's folder (default: ${FOLDER_VARIABLE})",
-    )
+def _add_common(parser: argparse.ArgumentParser, folder: Path | None) -> None:
+    add_bank_option(parser, folder)
     parser.add_argument(
         "--budget-gib",
         type=_positive,
         default=BUDGET_BYTES / 2**30,
         help="budget on disk in GiB (default: %(default)g)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json_option(parser)
 
 
 def _prefix(text: str) -> str:
@@ -106,60 +109,29 @@ def _resolve(bank: Bank, prefixes: Iterable[str]) -> tuple[list[str], int]:
     return list(dict.fromkeys(found)), OK
 
 
-def _print_json(data: Any) -> None:
-    print(json.dumps(data, indent=1))
-
-
-def _plain(text: Any, width: int) -> str:
-    """Printable text of at most `width` characters: a stored prompt must not steer the terminal."""
-    clean = "".join(c if c.isprintable() else " " for c in str(text))
-    return clean if len(clean) <= width else clean[: width - 3] + "..."
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
-
-
-def _age(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(0, seconds):.0f} s"
-
-
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    for row in (header, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
 def ls(args: argparse.Namespace, bank: Bank) -> int:
     """All entries and the totals."""
     infos, stats = bank.ls(), bank.stats()
     if args.json:
-        _print_json({"entries": [info.to_dict() for info in infos], "stats": asdict(stats)})
+        print_json({"entries": [info.to_dict() for info in infos], "stats": asdict(stats)})
         return OK
     now = time.time()
     rows = [
         (
             info.id[:12],
-            _plain(info.prompt, 48),
+            plain(info.prompt, 48),
             "x".join(map(str, info.identity.latent_shape)),
-            _size(info.bytes),
+            size_in_words(info.bytes),
             str(info.uses),
             f"{info.saved_seconds:.0f} s",
-            _age(now - info.last_used),
+            age_in_words(now - info.last_used),
         )
         for info in infos
     ]
-    _table(("id", "prompt", "latent", "size", "uses", "saved", "unused for"), rows)
-    total = stats.entry_bytes + stats.other_bytes
+    print_table(("id", "prompt", "latent", "size", "uses", "saved", "unused for"), rows)
+    used, budget = (size_in_words(size) for size in (stats.entry_bytes + stats.other_bytes, stats.budget_bytes))
     print(
-        f"{stats.entries} entries of {stats.identities} identities, {_size(total)} of {_size(stats.budget_bytes)},"
+        f"{stats.entries} entries of {stats.identities} identities, {used} of {budget},"
         f" {stats.quarantined} in quarantine, {stats.saved_seconds:.0f} s saved"
     )
     return OK
@@ -175,14 +147,14 @@ def show(args: argparse.Namespace, bank: Bank) -> int:
         print(f"entry {ids[0]} cannot be read: {' '.join(bank.warnings[-1:])}", file=sys.stderr)
         return FAILED
     if args.json:
-        _print_json(data)
+        print_json(data)
         return OK
     for key, value in data.items():
         if isinstance(value, dict):
             for name, inner in value.items():
-                print(f"{key}.{name}: {_plain(inner, 100)}")
+                print(f"{key}.{name}: {plain(inner, 100)}")
         else:
-            print(f"{key}: {_plain(value, 100)}")
+            print(f"{key}: {plain(value, 100)}")
     return OK
 
 
@@ -193,7 +165,7 @@ def rm(args: argparse.Namespace, bank: Bank) -> int:
         return code
     removed = [one for one in ids if bank.remove(one)]
     if args.json:
-        _print_json({"removed": removed, "failed": sorted(set(ids) - set(removed))})
+        print_json({"removed": removed, "failed": sorted(set(ids) - set(removed))})
     else:
         print(f"{len(removed)} of {len(ids)} entries deleted")
     return OK if len(removed) == len(ids) else FAILED
@@ -210,10 +182,10 @@ def verify(args: argparse.Namespace, bank: Bank) -> int:
     found = bank.verify(iter if args.json else _progress)
     bad = {one: reason for one, reason in found.items() if reason}
     if args.json:
-        _print_json({"checked": len(found), "bad": bad})
+        print_json({"checked": len(found), "bad": bad})
     else:
         for one, reason in bad.items():
-            print(f"{one}: {_plain(reason, 200)}")
+            print(f"{one}: {plain(reason, 200)}")
         print(f"{len(found) - len(bad)} of {len(found)} entries are sound")
     return FAILED if bad else OK
 
@@ -231,7 +203,7 @@ def rebuild(args: argparse.Namespace, bank: Bank) -> int:
 def _counts(args: argparse.Namespace, bank: Bank, counts: dict[str, int], sentence: str) -> int:
     """Print counts, and what went wrong on the way; no counts mean failure."""
     if args.json:
-        _print_json({**counts, "warnings": bank.warnings})
+        print_json({**counts, "warnings": bank.warnings})
     elif counts:
         print(sentence.format(**counts))
     return OK if counts and not bank.warnings else FAILED

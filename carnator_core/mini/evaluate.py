@@ -1,11 +1,12 @@
 """How well the embedded model does what its prompts ask, read by the judge.
 
-python -m carnator_core.mini.evaluate --captions 200 [--grid small|large] [--steps 50] [--json]
+python -m carnator_core.mini.evaluate --captions 200 [--grid small|large] [--steps 50 | --few-step] [--json]
 
 Captions are of the proof split, never seen in training. `best_guess` is the mean over the most likely readings, before
 the judge asks whether a clip fits well enough to be read at all. `unsafe_null` is how often a reading flips between 50
 and 46 dense steps of the same request: the noise floor of every claim about reuse. `headroom` (large grid) is what a
-donor has to give, see `headroom()`.
+donor has to give, see `headroom()`. `--few-step` evaluates the few-step companion, which leaves no steps to compare
+with: these two figures are then empty.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from . import codec, sample, world
+from . import codec, few_step, sample, world
 from . import model as mini
 from .judge import Measures, Verdict, faithfulness, measure, verdict_on
 from .seeds import PROOF, RANGES
@@ -40,14 +41,20 @@ def draw(count: int, split: str, seed: int) -> list[tuple[world.Scene, str, int]
 
 
 def clips(
-    model, requests: Sequence[tuple[world.Scene, str, int]], size: int, steps: int, note: str
+    model,
+    requests: Sequence[tuple[world.Scene, str, int]],
+    size: int,
+    steps: int,
+    note: str,
+    guidance: float = sample.GUIDANCE,
 ) -> list[torch.Tensor]:
     """Decoded clips (3, T, size, size) of all requests."""
     out: list[torch.Tensor] = []
     batch = BATCH[size]
     for i in tqdm(range(0, len(requests), batch), desc=note, disable=not sys.stderr.isatty()):
         part = requests[i : i + batch]
-        latents = sample.sample(model, [p for _, p, _ in part], [s for _, _, s in part], size=size, steps=steps)
+        prompts, seeds = [p for _, p, _ in part], [s for _, _, s in part]
+        latents = sample.sample(model, prompts, seeds, size=size, steps=steps, guidance=guidance)
         out.extend(codec.decode(latents))
     return out
 
@@ -118,15 +125,28 @@ def headroom(model, pairs: int, size: int, steps: int, seed: int) -> float:
     return sum(gains) / len(gains)
 
 
-def evaluate(model, captions: int, grid: str, steps: int, seed: int, split: str = "proof", pairs: int = 12) -> dict:
-    """The figures that the command prints."""
+def evaluate(
+    model,
+    captions: int,
+    grid: str,
+    steps: int,
+    seed: int,
+    split: str = "proof",
+    pairs: int = 12,
+    few: bool = False,
+) -> dict:
+    """The figures that the command prints; `few` samples as `few_step` does, whatever `steps` says."""
+    steps, guidance = (few_step.STEPS, few_step.GUIDANCE) if few else (steps, sample.GUIDANCE)
     size = GRIDS[grid]
     requests = draw(captions, split, seed)
     scenes = [s for s, _, _ in requests]
-    measures = readings(clips(model, requests, size, steps, f"{steps} steps"))
+    measures = readings(clips(model, requests, size, steps, f"{steps} steps", guidance))
     verdicts = [verdict_on(m) for m in measures]
-    fewer = round(steps * NULL_SHARE)
-    second = [verdict_on(m) for m in readings(clips(model, requests, size, fewer, f"{fewer} steps"))]
+    null = None
+    if not few:
+        fewer = round(steps * NULL_SHARE)
+        second = [verdict_on(m) for m in readings(clips(model, requests, size, fewer, f"{fewer} steps"))]
+        null = flips(verdicts, second)
     by_attribute = scores(verdicts, scenes)
     result = {
         "mean": sum(by_attribute.values()) / len(by_attribute),
@@ -134,8 +154,8 @@ def evaluate(model, captions: int, grid: str, steps: int, seed: int, split: str 
         "best_guess": guesses(measures, scenes),
         "unreadable": sum(None in v.attributes.values() for v in verdicts) / len(verdicts),
         "fit_error": sum(v.fit_error for v in verdicts) / len(verdicts),
-        "unsafe_null": flips(verdicts, second),
-        "headroom": headroom(model, pairs, size, steps, seed) if grid == "large" and pairs else None,
+        "unsafe_null": null,
+        "headroom": headroom(model, pairs, size, steps, seed) if grid == "large" and pairs and not few else None,
         "captions": captions,
         "grid": grid,
         "steps": steps,
@@ -149,6 +169,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--captions", type=int, default=200)
     parser.add_argument("--grid", choices=GRIDS, default="small")
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument(
+        "--few-step", action="store_true", help=f"{few_step.STEPS} unguided steps with the few-step LoRA"
+    )
+    parser.add_argument("--lora", type=Path, default=few_step.LORA, help="the LoRA of --few-step")
     parser.add_argument("--seed", type=int, default=0, help="0 to 99: which captions and noises of the split")
     parser.add_argument("--split", choices=RANGES, default="proof")
     parser.add_argument("--pairs", type=int, default=12, help="one-word pairs for the headroom on the large grid")
@@ -157,14 +181,16 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.captions < 1 or not 0 <= options.seed < 100:
         parser.error("--captions must be at least 1 and --seed from 0 to 99")
+    model = few_step.load(options.weights, options.lora) if options.few_step else mini.load(options.weights)
     result = evaluate(
-        mini.load(options.weights),
+        model,
         options.captions,
         options.grid,
         options.steps,
         options.seed,
         options.split,
         options.pairs,
+        options.few_step,
     )
     if options.json:
         print(json.dumps(result))

@@ -46,11 +46,11 @@ def save(path: Path, clips: Sequence[torch.Tensor], titles: Sequence[str], **opt
     sheet(clips, titles, **options).save(path)
 
 
-def of_model(model, path: Path, size: int = 32, steps: int = 50) -> None:
+def of_model(model, path: Path, size: int = 32, steps: int = 50, guidance: float = sample.GUIDANCE) -> None:
     """Clips of eight fixed prompts that training never saw, whatever they look like."""
     rng = random.Random(11)
     prompts = [world.caption(world.random_scene(rng, "calibrate")) for _ in range(PROMPTS)]
-    latents = sample.sample(model, prompts, range(PROMPTS), size=size, steps=steps)
+    latents = sample.sample(model, prompts, range(PROMPTS), size=size, steps=steps, guidance=guidance)
     save(path, list(codec.decode(latents)), prompts, zoom=128 // size)
 
 

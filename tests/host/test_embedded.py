@@ -110,41 +110,6 @@ def test_a_batch_of_two_on_the_large_grid_decodes_to_ten_frames(host, model):
     assert frames.isfinite().all() and frames.min() >= 0 and frames.max() <= 1 and frames.std() > 0.05
 
 
-def shipped(form: str) -> dict:
-    return json.loads((ROOT / "workflows" / form).read_text(encoding="utf-8"))
-
-
-def as_prompt(workflow: dict, object_info: dict) -> dict:
-    """A workflow of the GUI in API form: widget values by position, links by source."""
-    source = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
-    prompt = {}
-    for node in workflow["nodes"]:
-        declared, values = object_info[node["type"]], iter(node["widgets_values"])
-        linked = {i["name"]: source[i["link"]] for i in node["inputs"] if i["link"]}
-        inputs = {}
-        for group in ("required", "optional"):
-            for name in declared["input_order"].get(group, ()):
-                options = (declared["input"][group][name][1:] or [{}])[0]
-                if name in linked:
-                    inputs[name] = linked[name]
-                else:
-                    inputs[name] = next(values)
-                if options.get("control_after_generate"):
-                    assert next(values) == "fixed"
-        assert next(values, None) is None, f"{node['type']} has more values than widgets"
-        prompt[str(node["id"])] = {"class_type": node["type"], "inputs": inputs}
-    return prompt
-
-
-def test_the_two_forms_of_the_embedded_workflow_are_the_same_graph(server):
-    api = {
-        key: {"class_type": n["class_type"], "inputs": n["inputs"]} for key, n in shipped("api/embedded.json").items()
-    }
-    gui = {name: node for name, node in shipped("embedded.json").items() if name in ("nodes", "links")}
-    info = {node["type"]: server.get(f"/object_info/{node['type']}")[node["type"]] for node in gui["nodes"]}
-    assert as_prompt(gui, info) == api
-
-
 def test_a_started_server_serves_the_nodes_their_help_pages_and_the_workflow(server):
     assert "Cannot import" not in "\n".join(line for line in server.log().splitlines() if "carnator" in line)
     info = server.get("/object_info/UNETLoader")["UNETLoader"]["input"]["required"]["unet_name"]
@@ -156,7 +121,7 @@ def test_a_started_server_serves_the_nodes_their_help_pages_and_the_workflow(ser
 
 
 def test_the_embedded_workflow_runs_through_the_api_and_writes_a_clip(server):
-    prompt = shipped("api/embedded.json")
+    prompt = json.loads((ROOT / "workflows" / "api" / "embedded.json").read_text(encoding="utf-8"))
     prompt["6"]["inputs"]["steps"] = 4
     entry = server.run(prompt)
     (saved,) = entry["outputs"]["9"]["images"]

@@ -1,0 +1,87 @@
+"""What is known of a request before its run: reads the bank, calls no model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..bank import EntryInfo, entry_id
+from ..console import plain, print_table
+from ..gate.decide import schedules_differ
+from ..mini import sample
+from ..pipelines import Generator
+from ..request import Request
+from ..reuse.engine import CANDIDATES
+from ..reuse.plan import paced_plan
+from ..schedule import probe_steps
+
+
+def explain(generator: Generator, prompt: str, seed: int, size: int, steps: int) -> dict[str, Any]:
+    """Plain data: the request's digests, an exact entry, the nearest donors, the probe, the deepest plan."""
+    noise, levels = sample.noise([seed], size), sample.sigmas(steps)
+    request = generator.request(prompt, seed, noise, levels)
+    bank, policy = generator.bank, generator.policy
+    plan = paced_plan(levels[:-1].tolist(), policy.depth)
+    donors = [_donor(request, info) for info in bank.recall(request, CANDIDATES)]
+    return {
+        "prompt": prompt,
+        "seed": seed,
+        "request": entry_id(request),
+        "identity": request.identity.digest,
+        "exact": bank.exact(request) is not None,
+        "donors": donors,
+        "no_donors": "" if donors else bank.explain_empty(request),
+        "probe": probe_steps(steps),
+        "steps": steps,
+        "policy": {"name": policy.name, "threshold": policy.threshold, "depth": policy.depth},
+        "plan": str(plan),
+        "forwards": plan.forwards,
+        "warnings": list(bank.warnings),
+    }
+
+
+def _donor(request: Request, info: EntryInfo) -> dict[str, Any]:
+    return {
+        "id": info.id,
+        "prompt": info.prompt,
+        "seed": info.seed,
+        "similarity": round(info.similarity, 4) if info.similarity is not None else None,
+        "same_noise": info.noise == request.profile.noise,
+        "schedule": schedules_differ(request.profile, info.prediction_sigmas) or "fits",
+    }
+
+
+def print_explanation(found: dict[str, Any]) -> None:
+    policy, steps = found["policy"], found["steps"]
+    print(f"request   {found['request']}")
+    print(f"identity  {found['identity']}")
+    if found["exact"]:
+        print("exact     yes: its stored result would be returned, no step computed")
+        return
+    print("exact     no, this request is not in the bank")
+    print(
+        f"probe     the first {found['probe']} of {steps} steps are computed, then the gate judges the nearest donors"
+    )
+    print(
+        f"policy    {policy['name']}: accepts a risk up to {policy['threshold']:.2f}; the risk is known after the probe"
+    )
+    if found["forwards"] < steps:
+        print(f"plan      {found['plan']}")
+        print(f"          of a joint hit near risk 0: {found['forwards']} of {steps} steps computed (#), the others")
+        print("          answered (.); nearer to the accepted risk fewer are answered, after a miss none")
+    else:
+        print(f"plan      {steps} steps are too few to skip any")
+    if not found["donors"]:
+        print(f"donors    none: {found['no_donors']}")
+        return
+    print("donors    the nearest by text, of the same identity; only one with the same noise can lend predictions")
+    rows = [
+        (
+            donor["id"][:8],
+            "" if donor["similarity"] is None else f"{donor['similarity']:.3f}",
+            "same" if donor["same_noise"] else f"other (seed {donor['seed']})",
+            plain(donor["schedule"], 40),
+            plain(donor["prompt"], 70),
+        )
+        for donor in found["donors"]
+    ]
+    print_table(("id", "similar", "noise", "schedule", "prompt"), rows)
