@@ -38,7 +38,7 @@ class Carnator(io.ComfyNode):
             ],
             outputs=[io.Model.Output(tooltip="The model for the sampler, and for Carnator Report.")],
             hidden=[io.Hidden.unique_id],
-            not_idempotent=True,  # the id is part of the result: another node's, from ComfyUI's cache, shows nothing here
+            not_idempotent=True,  # the id is part of the result: with another's, events would go to that node
         )
 
     @classmethod

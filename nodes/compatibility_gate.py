@@ -33,7 +33,7 @@ class CarnatorCompatibilityGate(io.ComfyNode):
             ],
             outputs=[io.Model.Output(tooltip="For the sampler, or for Carnator Early Probe.")],
             hidden=[io.Hidden.unique_id],
-            not_idempotent=True,  # the id is part of the result: another node's, from ComfyUI's cache, shows nothing here
+            not_idempotent=True,  # the id is part of the result: with another's, events would go to that node
         )
 
     @classmethod

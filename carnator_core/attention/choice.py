@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from .blocks import BlockMask
-from .flex import why_not
-from .kernels import FLEX, PORTABLE, sparse_attention
+from .kernels import backends, sparse_attention
 
 Dense = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 MARGIN = 1.05  # sparse must be faster by this factor, for a tie is not worth the approximation
@@ -50,17 +50,16 @@ class Chooser:
     def _measure(self, dense: Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> Choice:
         if mask.density == 1:
             return Choice(None, 1.0, "attention stays dense: the mask keeps every block")
-        calls = {None: lambda: dense(q, k, v), PORTABLE: lambda: sparse_attention(q, k, v, mask)}
-        if not why_not(q.device):
-            calls[FLEX] = lambda: sparse_attention(q, k, v, mask, backend=FLEX)
+        calls = {None: partial(dense, q, k, v)}
+        calls |= {name: partial(sparse_attention, q, k, v, mask, backend=name) for name in backends(q)}
         seconds = _fastest(calls, q.device)
         own = seconds.pop(None)
         best = min(seconds, key=seconds.get)
         speedup = own / seconds[best]
         told = f"{speedup:.2f} times dense at {mask.density:.0%} of the blocks, {q.shape[-2]} tokens"
         if speedup < MARGIN:
-            return Choice(None, speedup, f"attention stays dense: the {best} kernel measures {told}")
-        return Choice(best, speedup, f"the {best} kernel measures {told}")
+            return Choice(None, speedup, f"attention stays dense: the kernel {best!r} measures {told}")
+        return Choice(best, speedup, f"the kernel {best!r} measures {told}")
 
 
 def _fastest(calls: dict, device: torch.device) -> dict:

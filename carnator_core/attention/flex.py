@@ -1,6 +1,6 @@
 """The back end for CUDA: PyTorch's flex_attention, compiled once. Untested: no GPU was at hand.
 
-It is used only where a small compiled attention agrees with the portable back end, and only when it measures faster.
+It is used only where a small compiled attention agrees with the gathering one, and only when it measures faster.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def why_not(device: torch.device) -> str:
     """Why this back end cannot be used on a device, or an empty string. Compiles once."""
     if device.type != "cuda":
         return f"flex_attention is used on CUDA only, not on {device.type}"
-    from .kernels import sparse_attention
+    from .kernels import sparse_attention  # only here: it imports from this file
 
     try:
         draw = torch.Generator().manual_seed(0)
@@ -57,7 +57,7 @@ def why_not(device: torch.device) -> str:
         mask = BlockMask(keep, (128, 64), (300, 300))
         found = _compiled()(q, k, v, block_mask=_table([mask], device))
         if not torch.allclose(found, sparse_attention(q, k, v, mask), atol=1e-2):
-            return "flex_attention compiled, but its result differs from the portable back end"
-    except Exception as error:  # a compiler can fail in any way, and the portable back end remains
+            return "flex_attention compiled, but its result differs from the gathering back end"
+    except Exception as error:  # a compiler can fail in any way, and the others remain
         return f"flex_attention does not compile here: {type(error).__name__}: {str(error)[:200]}"
     return ""

@@ -1,7 +1,7 @@
 """Attention inside a block mask: equal to dense attention under the same mask, faster where few blocks are kept.
 
-The portable back end gathers the kept key blocks of a query block next to each other and attends to those alone; query
-blocks with equally many keys share one call, so nothing is padded or masked. Inference only.
+The kept key blocks of a query block are gathered next to each other and attended to alone; query blocks with equally
+many keys share one call, so nothing is padded or masked. Inference only.
 """
 
 from __future__ import annotations
@@ -13,12 +13,22 @@ import torch
 import torch.nn.functional as F
 
 from .blocks import BlockMask
+from .flex import flex_attention, why_not
 
+# `steps` and `fused` gather: one multiplies, takes the softmax and multiplies again, the other calls torch's
+# scaled_dot_product_attention. In float32 on a CPU `steps` is faster with the cores to itself; `fused` enters fewer
+# parallel regions, which counts where threads must wait for each other. `portable` is the first of these that can run.
+STEPS, FUSED, FLEX, PORTABLE = "steps", "fused", "flex", "portable"
 # Query-key pairs that one call should have, per thread: large enough to hide its overhead, small enough to stay in the
 # second-level cache. A GPU wants far more.
-PAIRS_CPU, PAIRS_OTHER = 2**16, 2**22
+PAIRS = {STEPS: 2**16, FUSED: 2**18}
+PAIRS_GPU = 2**22
 LARGEST_GROUP = 64
-PORTABLE, FLEX = "portable", "flex"
+
+
+def backends(q: torch.Tensor) -> list[str]:
+    """The back ends that can run on this dtype and device, the one to take unmeasured first."""
+    return ([STEPS] if _takes_steps(q) else []) + [FUSED] + ([] if why_not(q.device) else [FLEX])
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,8 @@ def sparse_attention(
 
     Inputs (b, heads, tokens, d) or (b, tokens, heads * d), with the heads of the mask; the answer has q's layout. q and
     k may differ in length. One mask serves all of the batch, a sequence gives one for each element. `scale` defaults to
-    d ** -0.5. ValueError for inputs that do not fit; RuntimeError when `backend` is flex and cannot run here.
+    d ** -0.5; `backend` is one of `backends(q)`, or portable for the first of them. ValueError for inputs that do not
+    fit and unknown back ends, RuntimeError for one that cannot run here.
     """
     masks = [mask] if isinstance(mask, BlockMask) else list(mask)
     if not masks:
@@ -56,13 +67,20 @@ def sparse_attention(
     _check(q, k, v, masks)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     masks = masks * q.shape[0] if len(masks) == 1 else masks
-    if backend == PORTABLE:
-        return _portable(q, k, v, masks, scale)
+    if backend not in (PORTABLE, STEPS, FUSED, FLEX):
+        raise ValueError(f"no back end {backend!r}; there are {PORTABLE}, {STEPS}, {FUSED} and {FLEX}")
     if backend == FLEX:
-        from .flex import flex_attention  # only here: it loads the compiler
-
         return flex_attention(q, k, v, masks, scale)
-    raise ValueError(f"no back end {backend!r}; there are {PORTABLE!r} and {FLEX!r}")
+    if backend == STEPS and not _takes_steps(q):
+        raise RuntimeError(f"the back end {STEPS!r} is for float32 on the CPU, not for {q.dtype} on {q.device.type}")
+    if backend == PORTABLE:
+        backend = STEPS if _takes_steps(q) else FUSED
+    return _gathered(q, k, v, masks, scale, backend)
+
+
+def _takes_steps(q: torch.Tensor) -> bool:
+    """Whether intermediate steps may be held in q's own dtype without loss, and its device is known to gain by it."""
+    return q.dtype == torch.float32 and q.device.type == "cpu"
 
 
 def _split(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -125,26 +143,26 @@ def _groups(keep: torch.Tensor, block: tuple[int, int], tokens: int, pairs: int)
         yield _Group(torch.tensor(numbers), torch.cat(keys), length, run)
 
 
-def _portable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Sequence[BlockMask], scale: float):
+def _gathered(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Sequence[BlockMask], scale: float, backend: str
+) -> torch.Tensor:
     block, size, device = masks[0].block, q.shape[-1], q.device
     keep = torch.cat([mask.keep for mask in masks])
-    explicit = q.dtype == torch.float32 and device.type == "cpu"
-    queries = _blocks(q * scale if explicit else q, block[0])
+    queries = _blocks(q * scale if backend == STEPS else q, block[0])
     keys, values = _blocks(k, block[1]), _blocks(v, block[1])
     out = torch.empty_like(queries)
-    pairs = PAIRS_CPU * torch.get_num_threads() if device.type == "cpu" else PAIRS_OTHER
+    pairs = PAIRS[backend] * torch.get_num_threads() if device.type == "cpu" else PAIRS_GPU
     scratch = _Scratch(q)
     for group in _groups(keep, block, k.shape[2], pairs):
-        count, chosen = len(group.queries), group.queries.to(device)
-        mine = queries.index_select(0, chosen).view(count, block[0], size)
-        if explicit:
-            answer = _explicit(mine, keys, values, group, scratch)
+        chosen = group.queries.to(device)
+        mine = queries.index_select(0, chosen).view(-1, block[0], size)
+        if backend == STEPS:
+            answer = _steps(mine, keys, values, group, scratch)
         else:
-            near = [_near(x, group, size, scratch, name) for name, x in (("keys", keys), ("values", values))]
-            answer = F.scaled_dot_product_attention(mine[:, None], near[0][:, None], near[1][:, None], scale=scale)
-        out.index_copy_(0, chosen, answer.reshape(count, -1))
-    out = out.view(*q.shape[:2], -1, size)
-    return out[:, :, : q.shape[2]]
+            near = [_near(x, group, size, scratch, name)[:, None] for name, x in (("keys", keys), ("values", values))]
+            answer = F.scaled_dot_product_attention(mine[:, None], *near, scale=scale)
+        out.index_copy_(0, chosen, answer.reshape(len(chosen), -1))
+    return out.view(*q.shape[:2], -1, size)[:, :, : q.shape[2]]
 
 
 class _Scratch:
@@ -172,7 +190,7 @@ def _near(blocks: torch.Tensor, group: _Group, size: int, scratch: _Scratch, nam
     return held.view(len(group.queries), -1, size)[:, : group.length]
 
 
-def _explicit(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _Group, scratch: _Scratch):
+def _steps(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _Group, scratch: _Scratch):
     """Attention of scaled q (g, block, d) in three steps; for few rows faster than the fused kernel of the CPU.
 
     Values take the place of the keys, which are done with by then, so that less is held in the cache.

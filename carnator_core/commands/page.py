@@ -229,7 +229,9 @@ def _computed(report: RunReport) -> str:
 
 
 def _speedup(report: RunReport) -> str:
-    """An estimate; none is told of a run that computed all of its steps, where it would be the clock's noise."""
+    """An estimate, for runs that reused some steps: of those that computed all it would be the clock's noise."""
+    if report.decision == "exact":
+        return "stored"
     if all(row.kind == "dense" for row in report.steps):
         return "none"
     if report.speedup is None:
@@ -246,14 +248,14 @@ def _facts(one: Shown) -> str:
     own = report.seconds.get("carnator", 0.0)
     total = len(world.ATTRIBUTES)
     facts = {
-        "steps computed": _computed(report),
+        "computed": _computed(report),
         "speedup": _speedup(report),
         "model": f"{report.seconds.get('model', 0.0):.2f} s",
         "Carnator": f"{own:.2f} s",
-        "dense, estimated": f"{report.dense_seconds:.2f} s" if report.dense_seconds else "unknown",
+        "dense (est.)": f"{report.dense_seconds:.2f} s" if report.dense_seconds else "unknown",
         "PSNR to dense": _likeness(one),
         "as asked": f"{round(one.faithfulness(one.read) * total)} of {total}",
-        "as asked, dense": f"{round(one.faithfulness(one.read_dense) * total)} of {total}",
+        "dense as asked": f"{round(one.faithfulness(one.read_dense) * total)} of {total}",
     }
     cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
     return f'<dl class="facts">{cells}</dl>'

@@ -259,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--decay", type=float, default=0.5, help="share of the steps over which the rate falls")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--compile", action="store_true", help="torch.compile: minutes at the start, then faster")
+    parser.add_argument("--compile", action="store_true", help="torch.compile: six graphs; for runs of hours only")
     parser.add_argument("--save-every", type=int, default=64)
     parser.add_argument("--sheet-every", type=int, default=640)
     parser.add_argument(

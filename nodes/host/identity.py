@@ -21,10 +21,12 @@ class Undigestible(ValueError):
 
 
 def _unpatched(patcher: Any) -> list[tuple[str, torch.Tensor]]:
-    """The model's own weights, also while patches lie on them."""
-    backup = patcher.backup
+    """The model's own weights, also while patches lie on them; its noise levels, which nodes replace, told apart."""
+    backup, state = patcher.backup, patcher.model.state_dict()
     return [
-        (name, backup[name].weight if name in backup else tensor) for name, tensor in patcher.model.state_dict().items()
+        (name, backup[name].weight if name in backup else tensor)
+        for name, tensor in state.items()
+        if not name.startswith("model_sampling.")
     ]
 
 

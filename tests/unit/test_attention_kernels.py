@@ -57,7 +57,9 @@ def assert_equal(found, wanted, dtype):
 def test_sparse_equals_dense_under_the_same_mask(seed, batch, heads, queries, keys, d, block, dtype):
     q, k, v = tensors(seed, batch, heads, queries, keys, d, dtype)
     mask = random_mask(seed, heads, block, (queries, keys))
-    assert_equal(sparse_attention(q, k, v, mask), reference(q, k, v, [mask] * batch), dtype)
+    wanted = reference(q, k, v, [mask] * batch)
+    for backend in kernels.backends(q):
+        assert_equal(sparse_attention(q, k, v, mask, backend=backend), wanted, dtype)
 
 
 @few
@@ -117,7 +119,7 @@ def test_a_joint_sequence_with_its_text_kept():
 @pytest.mark.parametrize("pairs", [1, 2**12, 2**30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_size_of_the_groups_does_not_matter(monkeypatch, pairs, dtype):
-    monkeypatch.setattr(kernels, "PAIRS_CPU", pairs)
+    monkeypatch.setattr(kernels, "PAIRS", dict.fromkeys(kernels.PAIRS, pairs))
     q, k, v = tensors(0, 2, 3, 130, 90, 16, dtype)
     mask = random_mask(0, 3, (8, 4), (130, 90))
     assert_equal(sparse_attention(q, k, v, mask), reference(q, k, v, [mask] * 2), dtype)
@@ -144,6 +146,15 @@ def test_bad_inputs_are_named(change, words):
     arguments = {"q": q, "k": k, "v": v, "mask": BlockMask.full(3, (40, 40), (8, 8)), **change}
     with pytest.raises(ValueError, match=words):
         sparse_attention(**arguments)
+
+
+def test_float32_on_the_cpu_has_two_back_ends_and_half_precision_one():
+    q, k, v = tensors(0, 1, 2, 40, 40, 8, torch.bfloat16)
+    assert kernels.backends(q) == ["fused"] and kernels.backends(q.float()) == ["steps", "fused"]
+    mask = BlockMask.full(2, (40, 40), (8, 8))
+    assert torch.equal(sparse_attention(q, k, v, mask), sparse_attention(q, k, v, mask, backend="portable"))
+    with pytest.raises(RuntimeError, match="float32"):
+        sparse_attention(q, k, v, mask, backend="steps")
 
 
 def test_the_flex_back_end_says_why_it_cannot_run_here():
@@ -177,9 +188,9 @@ def test_sparse_is_chosen_where_it_wins_and_measured_once():
     mask = bench.random_mask(2, 512, (32, 16), 0.2)
     host, chooser = Host(repeats=200), Chooser()
     choice = chooser.choose(host, q, k, v, mask)
-    assert choice.backend == "portable" and choice.speedup > 1.05 and "times dense" in choice.reason
+    assert choice.backend in kernels.backends(q) and choice.speedup > 1.05 and "times dense" in choice.reason
     measured = host.calls
-    assert torch.equal(chooser.attend(host, q, k, v, mask), sparse_attention(q, k, v, mask))
+    assert torch.equal(chooser.attend(host, q, k, v, mask), sparse_attention(q, k, v, mask, backend=choice.backend))
     assert chooser.choose(host, q, k, v, bench.random_mask(2, 512, (32, 16), 0.2, seed=5)) is choice
     assert host.calls == measured
     chooser.choose(host, q, k, v, bench.random_mask(2, 512, (32, 16), 0.5))
@@ -214,11 +225,14 @@ def test_the_bench_prints_rows(capsys):
     arguments = "--tokens 300 --density 0.3 --mask random window --heads 2 --head-dim 16 --repeats 1 --json"
     assert bench.main(arguments.split()) == 0
     data = json.loads(capsys.readouterr().out)
-    assert [row["mask"] for row in data["rows"]] == ["random", "window"]
+    cases = [(row["mask"], row["backend"]) for row in data["rows"]]
+    assert cases == [(mask, name) for mask in ("random", "window") for name in ("steps", "fused")]
     for row in data["rows"]:
         assert set(bench.COLUMNS) <= set(row)
-        assert row["backend"] == "portable" and row["speedup"] > 0 and row["max_error"] < 1e-4
-    assert set(data["geometric_mean"]) == {"portable random 0.3", "portable window 0.3"}
+        assert row["speedup"] > 0 and row["max_error"] < 1e-4
+    for mask in ("random", "window"):
+        own = [row["speedup"] for row in data["rows"] if row["mask"] == mask]
+        assert data["geometric_mean"][f"fastest {mask} 0.3"] == pytest.approx(max(own), abs=2e-3)
 
 
 @pytest.mark.parametrize("arguments", ["--tokens 0", "--density 1.5", "--dtype int8", "--mask none", "--heads x"])
@@ -226,6 +240,11 @@ def test_the_bench_refuses_bad_arguments(arguments):
     with pytest.raises(SystemExit) as stopped:
         bench.main(arguments.split())
     assert stopped.value.code == 2
+
+
+def test_the_bench_refuses_a_back_end_that_does_not_run_here(capsys):
+    assert bench.main("--tokens 64 --backend steps --dtype bfloat16".split()) == 2
+    assert "steps" in capsys.readouterr().err
 
 
 def test_the_bench_names_a_device_that_is_not_there(capsys):
