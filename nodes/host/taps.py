@@ -79,7 +79,8 @@ class _Watcher:
         if self.taps is not None and layer == self.middle and 0 in branches:
             row = branches.index(0) * clips  # the first clip's conditional branch
             (self.taps.read_self if own else self.taps.read_cross)(_split(q[row], heads), _split(k[row], heads))
-        if self.sparse is None or not own:
+        masked = (args[0] if args else kwargs.get("mask")) is not None  # block masks know nothing of padded keys
+        if self.sparse is None or not own or masked:
             return func(q, k, v, heads, *args, **kwargs)
         if self.recording:
             for place, branch in enumerate(branches):
