@@ -16,7 +16,7 @@ class Policy:
 
 
 POLICIES = {
-    policy.name: policy for policy in (Policy("safe", 0.35, 1), Policy("balanced", 0.5, 2), Policy("fast", 0.65, 3))
+    policy.name: policy for policy in (Policy("safe", 0.3, 1), Policy("balanced", 0.55, 2), Policy("fast", 0.75, 3))
 }
 DEFAULT = "balanced"
 

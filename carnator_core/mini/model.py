@@ -60,6 +60,8 @@ def load(path: Path = WEIGHTS, dtype: torch.dtype = torch.float32) -> WanTransfo
     if not path.is_file():
         raise FileNotFoundError(f"no weights at {path}; train them with: python -m carnator_core.mini.train")
     state = from_original(load_file(path))
-    model = build(**size_of(state)).to(dtype)
+    model = build(**size_of(state))
+    if model.dtype != dtype:  # diffusers warns of any .to(), also of one that changes nothing
+        model = model.to(dtype)
     model.load_state_dict({k: v.to(dtype) for k, v in state.items()})
     return model.eval().requires_grad_(False)

@@ -180,15 +180,17 @@ def test_everything_on_the_view_is_inside_it_in_both_themes(told):
         assert told.evaluate(inside), theme
 
 
-def test_the_view_is_there_in_vue_nodes(told):
-    if not told.evaluate("() => !!document.querySelector('#vue-app') && 'LiteGraph' in window"):
-        pytest.skip("this page has no Vue application")
-    told.setting("Comfy.VueNodes.Enabled", True)
-    try:
-        told.load(told.evaluate("() => window.app.graph.serialize()"))
-        told.fit()
-        shown = told.page.locator(".carnator-view[data-decision=joint]")
-        shown.first.wait_for(state="visible")
-        assert shown.first.bounding_box()["height"] > 40
-    finally:
-        told.setting("Comfy.VueNodes.Enabled", False)
+def test_the_view_is_seen_in_every_way_that_nodes_are_drawn(told):
+    """The canvas, and the Vue nodes of ComfyUI 0.3.76 and newer."""
+    version = told.server.get("/system_stats")["system"]["comfyui_version"]
+    ways = [False, True] if tuple(int(part) for part in version.split(".")[:3]) >= (0, 3, 76) else [False]
+    for vue in ways:
+        told.setting("Comfy.VueNodes.Enabled", vue)
+        try:
+            told.load(told.evaluate("() => window.app.graph.serialize()"))
+            told.fit()
+            shown = told.page.locator(".carnator-view[data-decision=joint]")
+            shown.first.wait_for(state="visible")
+            assert shown.first.bounding_box()["height"] > 40
+        finally:
+            told.setting("Comfy.VueNodes.Enabled", False)
