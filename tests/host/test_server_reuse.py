@@ -201,7 +201,7 @@ def test_steps_and_the_report_reach_the_browser_under_the_nodes_own_id(server, l
     """An id as ComfyUI gives it inside a subgraph, also right after the same node ran under another id."""
     before = prompt(cache="events", carnator="10")
     before["6"]["inputs"]["seed"] = 99
-    server.run(before)
+    server.run(before, client_id="another browser")
     entry = server.run(prompt(cache="events", carnator="12:10"), client_id=listener.client)
     listener.wait_for("execution_success")
     steps = listener.of("carnator.step")
