@@ -74,6 +74,7 @@ class Run:
         self.plan = dense_plan(self.sigmas)
         self.report = RunReport(reason="the run ended before the gate was asked")
         self.evidence: Evidence | None = None
+        self._told_before = set(bank.warnings)  # by earlier runs
         self._decided = False
         self._tainted = ""  # why this run must not become a donor
         self._stopped = ""  # why reuse ended early
@@ -183,7 +184,8 @@ class Run:
             if result is not None and not self._tainted and len(self._kept) == len(self._keep):
                 self._write(result)
             self._release()
-        self.report.warnings.extend(w for w in self.bank.warnings if w not in self.report.warnings)
+        known = self._told_before.union(self.report.warnings)
+        self.report.warnings.extend(w for w in dict.fromkeys(self.bank.warnings) if w not in known)
         return self.report
 
     def abort(self, reason: str) -> RunReport:

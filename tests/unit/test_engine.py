@@ -208,3 +208,15 @@ def test_few_levels_are_kept_of_large_clips_and_all_of_small_ones():
 def test_an_unknown_policy_names_the_known_ones():
     with pytest.raises(ValueError, match="balanced"):
         policy_named("wild")
+
+
+def test_a_warning_of_the_bank_is_not_repeated_by_a_later_healthy_run(tmp_path):
+    place = tmp_path / "bank"
+    place.write_text("a file in the place of the folder")
+    maker = generator(Bank(place))
+    first = make(maker, steps=4)
+    assert first.report.warnings and torch.equal(first.latent, plain(maker, steps=4))
+    assert len(set(first.report.warnings)) == len(first.report.warnings)
+    place.unlink()
+    healthy = make(maker, OTHER, steps=4).report
+    assert healthy.warnings == [] and healthy.written
