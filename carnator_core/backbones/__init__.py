@@ -7,6 +7,7 @@ import torch
 from . import wan
 
 ALL = (wan,)
+PIPELINES = tuple(name for backbone in ALL for name in backbone.PIPELINES)
 
 
 def find(transformer: torch.nn.Module):

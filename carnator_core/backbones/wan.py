@@ -11,6 +11,7 @@ from ..grid import TokenGrid
 from ..signature.taps import Taps, middle_layer
 
 NAME = "wan"
+PIPELINES = ("WanPipeline",)  # classes of diffusers that `pipelines.attach` drives
 
 
 def takes(transformer: torch.nn.Module) -> bool:

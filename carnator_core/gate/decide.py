@@ -24,7 +24,7 @@ FINE = 0.9  # least number of stored levels, as a share of the target's steps
 class Verdict:
     """What one donor may lend."""
 
-    decision: str  # joint, connectivity or miss
+    decision: str  # joint or miss
     reason: str
     risk: float
     discrepancies: dict[str, float] = field(default_factory=dict)
@@ -71,28 +71,22 @@ def judge(
     evidence: Evidence,
     same_noise: bool,
     policy: Policy,
-    has_connectivity: bool = False,
 ) -> Verdict:
-    """Grade one donor: joint with the same noise and a small risk; connectivity with other noise; else miss."""
+    """Grade one donor: joint with the same noise and a small risk, else miss.
+
+    With other noise predictions never agree; only the words are then told, and the remedy.
+    """
     found = discrepancies(target, donor, evidence)
     if not same_noise:
-        return _other_noise(found, policy, has_connectivity)
+        words = round(found["words"], 4)
+        reason = "the nearest donor has another seed; keep its seed to reuse its computation"
+        return Verdict("miss", reason, words, {"words": words})
     found = {name: round(value, 4) for name, value in found.items()}
     risk = found["disagreement"]
     if risk > policy.threshold:
         reason = f"the nearest donor shows another clip: the probes agree to {1 - risk:.0%}"
         return Verdict("miss", reason, risk, found)
     return Verdict("joint", _in_words(evidence), risk, found)
-
-
-def _other_noise(found: dict[str, float], policy: Policy, has_connectivity: bool) -> Verdict:
-    """With other noise predictions never agree; only the words can tell whether attention is alike."""
-    words = {"words": round(found["words"], 4)}
-    risk = words["words"]
-    if risk <= policy.threshold and has_connectivity:
-        return Verdict("connectivity", "a donor with another seed lends where attention looks", risk, words)
-    reason = "the nearest donor has another seed; keep its seed to reuse its computation"
-    return Verdict("miss", reason, risk, words)
 
 
 def _in_words(evidence: Evidence) -> str:

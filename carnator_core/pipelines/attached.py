@@ -72,14 +72,19 @@ class Attached:
 
     def unsupported(self) -> str | None:
         """Why this pipeline is passed through; None when it is supported."""
-        if type(self.pipe).__name__ != "WanPipeline":
-            return f"{type(self.pipe).__name__} is not known; WanPipeline is"
+        if type(self.pipe).__name__ not in backbones.PIPELINES:
+            return f"{type(self.pipe).__name__} is not known; known are {', '.join(backbones.PIPELINES)}"
         if getattr(self.pipe, "transformer_2", None) is not None:
             return "two transformers share the schedule (Wan 2.2 14B), which is not supported yet"
         if backbones.find(self.pipe.transformer) is None:
             return f"the transformer {type(self.pipe.transformer).__name__} is not known"
         if getattr(self.pipe.scheduler.config, "prediction_type", "flow_prediction") != "flow_prediction":
             return "the scheduler does not predict a flow"
+        # What changes the transformer's answers without changing its parameters is in no digest of them.
+        if getattr(self.pipe.transformer, "peft_config", None):
+            return "a LoRA lies on the transformer unfused, and its strength cannot be read; fuse it"
+        if getattr(self.pipe.transformer, "is_cache_enabled", False):
+            return "a cache of diffusers is enabled on the transformer, so its steps are not all computed"
         return None
 
     def weights(self) -> str:
@@ -97,6 +102,8 @@ def _unsupported_call(given: dict[str, Any]) -> str | None:
     clips = len(prompt) if isinstance(prompt, list) else 1 if embeds is None else len(embeds)
     if clips * (given.get("num_videos_per_prompt") or 1) != 1:
         return "several clips at once are not supported yet"
+    if given.get("attention_kwargs"):
+        return "attention_kwargs change the transformer in a way that is not known"
     return None
 
 

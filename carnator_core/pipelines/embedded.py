@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..backbones import wan
+from .. import backbones
 from ..bank import Bank
 from ..gate.policy import DEFAULT, policy_named
 from ..mini import codec, sample, text
@@ -38,6 +38,7 @@ class Generator:
 
     def __init__(self, bank: Bank, policy: str = DEFAULT, weights: Path = mini.WEIGHTS, guidance: float | None = None):
         self.model = mini.load(weights)
+        self.backbone = backbones.find(self.model)
         self.bank, self.policy = bank, policy_named(policy)
         self.guidance = sample.GUIDANCE if guidance is None else guidance
         self.weights = digest_of_weights(self.model.named_parameters())
@@ -62,7 +63,7 @@ class Generator:
     ) -> Clip:
         """Generate a clip of `size` x `size` pixels. `on_step(done, steps)` after each step."""
         x, levels = sample.noise([seed], size), sample.sigmas(steps)
-        grid = wan.grid_of(self.model, tuple(x.shape))
+        grid = self.backbone.grid_of(self.model, tuple(x.shape))
         request = self.request(prompt, seed, x, levels)
         taps = Taps(grid, len(request.profile.conditioning))
         run = Run(request, self.bank, self.policy, grid, taps, donor, forced)
@@ -84,7 +85,7 @@ class Generator:
             branches = run.taps.read_branches if tapped and self.guidance != 1 else None
 
             def compute(x=x, sigma=sigma, tapped=tapped, branches=branches) -> torch.Tensor:
-                with wan.tapped(self.model, run.taps) if tapped else nullcontext():
+                with self.backbone.tapped(self.model, run.taps) if tapped else nullcontext():
                     return sample.guided_x0(self.model, x, sigma, cond, uncond, self.guidance, branches)
 
             x0 = run.step(sigma, compute)

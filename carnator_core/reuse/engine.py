@@ -12,10 +12,12 @@ calls uses `answer` and `observe` instead of `step`. No method but `compute` its
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -32,6 +34,8 @@ from ..signature.taps import Taps
 from .answer import MEMORY, DonorAnswer
 from .plan import Plan, dense_plan, paced_plan
 from .trajectory import Trajectory
+
+T = TypeVar("T")
 
 CANDIDATES = 10  # paper: K = 10
 KEEP_BYTES = 512 * 2**20  # of predictions that a run remembers, in 16 bits
@@ -81,7 +85,7 @@ class Run:
         self._answerer: DonorAnswer | None = None
         self._spread: float | None = None
         self._seen: set[int] = set()
-        self._keep = set(kept_levels(self.steps, _numel(request)))
+        self._keep = set(kept_levels(self.steps, math.prod(request.identity.latent_shape)))
         self._kept: dict[int, torch.Tensor] = {}
         self._probed: list[tuple[float, torch.Tensor]] = []  # the probe's last predictions
         self._last: tuple[float, torch.Tensor] | None = None
@@ -122,14 +126,10 @@ class Run:
             started = time.perf_counter()
             index = step_of(sigma, self.sigmas)
             if not is_level(sigma, self.sigmas):
-                self._stop("the sampler calls the model between the steps of its schedule")
+                self.stop("the sampler calls the model between the steps of its schedule")
             elif index in self._seen:
-                self._stop("the sampler calls the model more than once a step")
-            if index >= self.probe and not self._decided:
-                self._decide()
-            if self._stopped or self.plan.kind(index) != "skipped":
-                return None
-            x0 = self._answer(sigma)
+                self.stop("the sampler calls the model more than once a step")
+            x0 = self._guarded(lambda: self._respond(index, sigma))
             if x0 is None:
                 return None
             self._seen.add(index)
@@ -170,14 +170,15 @@ class Run:
         self.report.scope.density = density
 
     def stop(self, reason: str) -> None:
-        """End reuse for the rest of this run; the host saw something it cannot vouch for."""
-        self._stop(reason)
+        """End reuse for the rest of this run, which then makes no donor either; the first reason stays."""
+        self._stopped = self._stopped or reason
+        self._tainted = self._tainted or reason
 
     def finish(self, result: torch.Tensor | None) -> RunReport:
         """The report; a run that was computed in full, with its final latent, is kept as a donor."""
         with self._own_time():
             if not self._decided:
-                self._decide()
+                self._guarded(self._decide)
             if self._stopped and self.report.decision == "joint":
                 self.report.warnings.append(f"reuse ended: {self._stopped}")
             self._credit()
@@ -200,10 +201,23 @@ class Run:
     def _own_time(self):
         return _clocked(self.report.seconds, "carnator")
 
-    def _stop(self, reason: str) -> None:
-        if not self._stopped:
-            self._stopped = reason
-            self._tainted = self._tainted or reason
+    def _guarded(self, part: Callable[[], T]) -> T | None:
+        """An error of our own, as memory that is not there, ends the reuse and not the user's run."""
+        try:
+            return part()
+        except (RuntimeError, ValueError) as error:
+            self._decided = True
+            self.stop(f"an error of Carnator's own ({type(error).__name__}: {error})")
+            if self.report.decision != "joint":
+                self.report.reason = self._stopped
+            return None
+
+    def _respond(self, index: int, sigma: float) -> torch.Tensor | None:
+        if index >= self.probe and not self._decided:
+            self._decide()
+        if self._stopped or self.plan.kind(index) != "skipped":
+            return None
+        return self._answer(sigma)
 
     def _release(self) -> None:
         self._kept.clear()
@@ -233,8 +247,8 @@ class Run:
         self.report.scope.evidence = evidence.share
         if verdict.decision == "joint" or self._forced:
             self._begin_joint(entry, verdict)
-        if self.report.decision in ("miss", "connectivity"):
-            self.report.donor = None if self.report.decision == "miss" else self.report.donor
+        if self.report.decision == "miss":
+            self.report.donor = None
 
     def _best_donor(self) -> tuple[Entry, Verdict, Evidence] | None:
         """The accepted donor of least risk, else the nearest refused one; None (with the reason) without any."""
@@ -247,8 +261,7 @@ class Run:
             reason = self.bank.explain_empty(self.request) or "no donor could be read"
             self.report.reason = f"donor {self._wanted} is not usable here" if self._wanted else reason
             return None
-        order = {"joint": 0, "connectivity": 1, "miss": 2}
-        return min(judged, key=lambda found: (order[found[1].decision], found[1].risk))
+        return min(judged, key=lambda found: (found[1].decision != "joint", found[1].risk))
 
     def _judge(self, entry_id: str) -> tuple[Entry, Verdict, Evidence] | None:
         entry = self.bank.open(entry_id)
@@ -298,7 +311,7 @@ class Run:
         x0 = self._answerer.answer(sigma)
         spread = float(x0.std())
         if not spread < float("inf") or (self._spread and spread < COLLAPSE * self._spread):
-            self._stop("the answer collapsed, so the rest was computed")
+            self.stop("the answer collapsed, so the rest was computed")
             return None
         return x0
 
@@ -334,13 +347,6 @@ def _clocked(seconds: dict[str, float], part: str) -> Iterator[None]:
         yield
     finally:
         seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - started
-
-
-def _numel(request: Request) -> int:
-    count = 1
-    for side in request.identity.latent_shape:
-        count *= side
-    return count
 
 
 def _wait_for(tensor: torch.Tensor) -> None:

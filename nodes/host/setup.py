@@ -59,7 +59,6 @@ class Setup:
     cache: CacheChoice | None = None
     policy: str = DEFAULT
     probe: float | None = None  # share of the schedule; None: the core's own
-    seeds: str = "own"
     donor: str | None = None
     gated: bool = False  # whether a gate decides; without one nothing is reused
     sparse: SparseChoice | None = None

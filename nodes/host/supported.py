@@ -57,7 +57,7 @@ def _sampler(sampler: Any) -> str | None:
     if name not in SAMPLERS:
         return f"the sampler {name.removeprefix('sample_')} is random or calls the model several times a step"
     for option, value in getattr(sampler, "extra_options", {}).items():
-        if option in ("s_churn", "eta", "s_noise") and value not in (0, 0.0) and option != "s_noise":
+        if option in ("s_churn", "eta") and value != 0:
             return f"the sampler's option {option} makes it random"
     return None
 

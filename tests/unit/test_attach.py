@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers import (
     AutoencoderKLWan,
+    FirstBlockCacheConfig,
     FlowMatchEulerDiscreteScheduler,
     UniPCMultistepScheduler,
     WanPipeline,
@@ -139,6 +140,15 @@ def test_what_is_not_known_is_passed_through_with_a_reason(parts, tmp_path):
     two = dict(num_videos_per_prompt=2)
     assert torch.equal(ask(fast, **two), ask(pipe, **two))
     assert fast.report.decision == "off" and "several clips" in fast.report.reason
+    given = dict(attention_kwargs={"scale": 0.5})
+    assert torch.equal(ask(fast, **given), ask(pipe, **given)) and "attention_kwargs" in fast.report.reason
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    assert "cache" in fast.unsupported()
+    pipe.transformer.disable_cache()
+    pipe.transformer.peft_config = {"style": object()}  # as a loaded, unfused LoRA leaves it
+    assert "LoRA" in fast.unsupported()
+    del pipe.transformer.peft_config
+    assert fast.unsupported() is None and Bank(tmp_path).ls() == []
     pipe.scheduler.register_to_config(prediction_type="epsilon")
     assert "flow" in fast.unsupported()
     with pytest.raises(ValueError, match="policy"):

@@ -220,3 +220,24 @@ def test_a_warning_of_the_bank_is_not_repeated_by_a_later_healthy_run(tmp_path):
     place.unlink()
     healthy = make(maker, OTHER, steps=4).report
     assert healthy.warnings == [] and healthy.written
+
+
+def test_an_error_of_our_own_ends_the_reuse_and_not_the_run(bank, monkeypatch):
+    from carnator_core.reuse import engine
+
+    maker = generator(bank)
+    make(maker)
+
+    def fail(*_, **__):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "gather", fail)
+        found = make(maker, OTHER)
+    assert torch.equal(found.latent, plain(maker, OTHER))
+    assert found.report.decision == "miss" and "out of memory" in found.report.reason and not found.report.written
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.DonorAnswer, "answer", fail)
+        found = make(maker, OTHER)
+    assert torch.equal(found.latent, plain(maker, OTHER))
+    assert any("out of memory" in w for w in found.report.warnings) and not found.report.written
