@@ -84,13 +84,13 @@ def flips(first: Sequence[Verdict], second: Sequence[Verdict]) -> float:
 
 def unchanged_area(scene: world.Scene, other: world.Scene, size: int) -> torch.Tensor:
     """Latent positions (T, h, w) that no object of either scene can touch, wherever the noise puts it."""
-    touched = torch.zeros(world.FRAMES, size, size)
+    touched, middle = torch.zeros(world.FRAMES, size, size), size / world.UNIT / 2
     for s in (scene, other):
         for dx in (-world.JITTER, 0.0, world.JITTER):
             for dy in (-world.JITTER, 0.0, world.JITTER):
                 for horizontal in (False, True):
                     axis = world.standing_axis(s, horizontal)
-                    cover = world.coverage(s.changed(object="ball"), (0.5 + dx, 0.5 + dy), axis, 1.1, size)
+                    cover = world.coverage(s.changed(object="ball"), (middle + dx, middle + dy), axis, 1.1, size)
                     touched = torch.maximum(touched, cover)
     return torch.nn.functional.max_pool2d(touched, codec.BLOCK) == 0
 

@@ -31,13 +31,13 @@ WORLD_ATTRIBUTES = ("background", "camera")
 # truth, as a few blends and seams are caught by them alone.
 # "most": larger is refused; "least": smaller is refused.
 TOLERANCES: dict[str, tuple[str, float]] = {  # worst truth; what it catches
-    "fit_error": ("most", 0.08),  # 0.026; 0.22 to 0.9, least 0.08 in blends of any two scenes
-    "drift": ("most", 0.016),  # 0.005; one frame twice 0.028
-    "speed_error": ("most", 0.015),  # 0.003; one frame twice 0.020, shuffled 0.029
-    "stray": ("most", 0.025),  # 0.013; blends one word apart 0.046
-    "pattern_fit": ("least", 0.66),  # 0.74; blends 0.54
-    "agreement": ("least", 0.83),  # 0.89; seams between two seeds -0.05, 95 % of them below 0.82
-    "lead": ("least", -0.15),  # 0.04; shuffled -0.34, two neighbouring frames swapped in a zoom -0.26 or less
+    "fit_error": ("most", 0.08),  # 0.011; 0.12 to 0.8, least 0.11 in blends of any two scenes
+    "drift": ("most", 0.016),  # 0.003; one frame twice 0.028
+    "speed_error": ("most", 0.015),  # 0.002; one frame twice 0.020, shuffled 0.029
+    "stray": ("most", 0.025),  # 0.015; blends one word apart 0.059
+    "pattern_fit": ("least", 0.70),  # 0.84; blends 0.56
+    "agreement": ("least", 0.83),  # 0.93; seams between two seeds -0.07
+    "lead": ("least", -0.15),  # 0.01; shuffled -0.37, two neighbouring frames swapped in a zoom -0.26 or less
     "tint": ("most", 0.065),  # 0.033; blends of two backgrounds 0.10
 }
 _CONCERNS = {  # which attributes a measure beyond its tolerance makes unreadable
@@ -53,12 +53,13 @@ _CONCERNS = {  # which attributes a measure beyond its tolerance makes unreadabl
 
 REACH = 0.17  # RGB distance within which a pixel counts as an object's; no background comes that close to a colour
 GAINS = (0.88, 1.12)  # the layout's gain, with room for a clip that is a little too bright or too dark
-LEAST_SHARE = 0.004  # share of a frame that an object's own colour must cover; half of a small ring at 32 pixels
-SOFTNESS = 0.6  # blur of an object's edge that a learned model may leave, in pixels at 32
+LEAST_PIXELS = 4  # of an object's own colour in every frame
+SOFTNESS = 0.6  # blur of an object's edge that a learned model may leave, in pixels
 SCALES = (0.94, 1.06)  # the layout's change of size, with a little room
 PLAUSIBLE = 7  # hypotheses, of 16, whose area is near enough to what is seen to be rendered
 CANDIDATES = 2  # hypotheses that survive the coarse comparison
 STEPS = 2  # Gauss-Newton steps for each of them
+NEARBY = 5  # pixels, the side of the square that a local mean is taken over
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class Measures:
     """The best explanation of a clip and how well it holds.
 
     `words` is the best guess whatever the fit. `drift`: the objects' root mean square distance from uniform motion, in
-    shares of the frame; `speed_error`: distance of their velocity from the nearest motion, in shares of the frame a
-    frame; `stray`: share of the background that is neither pattern nor texture; `agreement`: the least similarity of
+    units of 32 pixels; `speed_error`: distance of their velocity from the nearest motion, in such units a frame;
+    `stray`: share of the background that is neither pattern nor texture; `agreement`: the least similarity of
     the pattern between two halves of the picture or one frame and the others, in [-1, 1]; `lead`: by how much the
     camera explains the step between two frames better than the next best camera, the worst of all steps, in
     correlation; `tint`: the largest distance of any region from the background's palette colour, in RGB less grey.
@@ -165,7 +166,7 @@ def _colour(v: torch.Tensor) -> tuple[str | None, torch.Tensor]:
     hit = (best == torch.arange(len(colours)).view(-1, 1, 1, 1)) & (distance < REACH)
     winner = int(hit.sum((1, 2, 3)).argmax())
     support = hit[winner].float()
-    if support.mean((1, 2)).min() < LEAST_SHARE:
+    if support.sum((1, 2)).min() <= LEAST_PIXELS:
         return None, torch.zeros_like(support)
     return list(world.COLOURS)[winner], support
 
@@ -198,7 +199,7 @@ def _objects(soft: torch.Tensor, near: torch.Tensor, words: dict[str, str | None
 
 
 def _centroids(mask: torch.Tensor) -> torch.Tensor:
-    """(T, 2): x and y of the mask's centre of mass in every frame, in shares of the frame."""
+    """(T, 2): x and y of the mask's centre of mass in every frame."""
     x, y = world.pixel_centres(mask.shape[-1])
     mass = mask.sum((1, 2)).clamp(min=1e-6)
     return torch.stack(((mask * x).sum((1, 2)) / mass, (mask * y).sum((1, 2)) / mass), -1)
@@ -214,7 +215,7 @@ def _uniform_motion(track: torch.Tensor) -> tuple[list[float], float]:
 
 @dataclass(frozen=True)
 class _Fit:
-    """A hypothesis about the objects, and where it fits a mask best. `place`: x, y (shares of the frame) and scale."""
+    """A hypothesis about the objects, and where it fits a mask best. `place`: x, y and scale."""
 
     scene: Scene
     axis: tuple[float, float]
@@ -225,7 +226,7 @@ class _Fit:
     def render(self, place: torch.Tensor, size: int) -> torch.Tensor:
         x, y, scale = place.tolist()
         cover = world.coverage(self.scene, (x, y), self.axis, scale, size)
-        return _sharpen(blur(cover, self.softness * size / 32))
+        return _sharpen(blur(cover, self.softness))
 
     def error_at(self, place: torch.Tensor, soft: torch.Tensor) -> float:
         return float((soft - self.render(place, soft.shape[-1])).pow(2).sum())
@@ -233,7 +234,7 @@ class _Fit:
 
 def _best_object(soft: torch.Tensor, centre: tuple[float, float], words: dict[str, str | None]) -> tuple[float, Scene]:
     """The least squared error and its scene over every kind, size, count and standing axis."""
-    mass = float(soft.mean((1, 2)).median())
+    mass = float(soft.sum((1, 2)).median()) / world.UNIT**2
     coarse = []
     for scene in sorted(_hypotheses(words), key=lambda s: abs(math.log(_mass(s) / max(mass, 1e-6))))[:PLAUSIBLE]:
         axes = {world.standing_axis(scene, h) for h in (True, False)} if scene.count == "two" else {(1.0, 0.0)}
@@ -270,7 +271,7 @@ def _refined(fit: _Fit, soft: torch.Tensor) -> _Fit:
 def _stepped(fit: _Fit, soft: torch.Tensor) -> torch.Tensor:
     """One Gauss-Newton step of the place, with slopes from small displacements."""
     size = soft.shape[-1]
-    small = torch.tensor((0.2 / size, 0.2 / size, 0.02))
+    small = torch.tensor((0.2 / world.UNIT, 0.2 / world.UNIT, 0.02))
     here = fit.render(fit.place, size)
     shifts = torch.diag(small)
     slopes = torch.stack([(fit.render(fit.place + d, size) - here).flatten() for d in shifts])  # (3, pixels)
@@ -283,14 +284,14 @@ def _stepped(fit: _Fit, soft: torch.Tensor) -> torch.Tensor:
 
 @lru_cache
 def _shape(kind: str, size: str) -> tuple[float, float]:
-    """The area of an object in shares of the frame, and how far below its centre its centre of mass lies."""
-    x, y = world.pixel_centres(256)
+    """The area of an object in square units, and how far below its centre its centre of mass lies."""
+    x, y = (axis * world.UNIT / 256 for axis in world.pixel_centres(256))
     inside = world.signed_distance(kind, x - 0.5, y - 0.5, torch.tensor(world.SIZES[size])) < 0
     return float(inside.float().mean()), float(y[inside].mean()) - 0.5
 
 
 def _mass(scene: Scene) -> float:
-    """Share of a frame that a scene's objects cover."""
+    """Area that a scene's objects cover, in square units."""
     return _shape(scene.object, scene.size)[0] * (1 + world.COUNTS.index(scene.count))
 
 
@@ -414,8 +415,7 @@ def _box(frames: torch.Tensor, side: int) -> torch.Tensor:
 
 def _local_mean(rest: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
     """Mean of `rest` (3, T, H, W) over the free pixels around; 0 far from any."""
-    side = free.shape[-1] // 6 | 1
-    return _box(rest * free, side) / (_box(free[None], side) + 0.02)
+    return _box(rest * free, NEARBY) / (_box(free[None], NEARBY) + 0.02)
 
 
 def _stray(rest: torch.Tensor, free: torch.Tensor) -> float:
@@ -442,8 +442,8 @@ def _step(camera: str, size: int) -> torch.Tensor:
 def _lead(v: torch.Tensor, free: torch.Tensor, camera: str) -> float:
     """By how much `camera` explains the worst step between two frames better than any other camera does."""
     size = v.shape[-1]
-    side = size // 6 | 1  # the pattern alone hardly tells a slow zoom from rest, the texture does
-    around = _box(v * free, side) / _box(free[None], side).clamp(min=1e-3)
+    # the pattern alone hardly tells a slow zoom from rest, the texture does
+    around = _box(v * free, NEARBY) / _box(free[None], NEARBY).clamp(min=1e-3)
     frames = torch.cat(((v - around) * free, free[None])).transpose(0, 1)  # (T, 4, H, W)
     scores = {}
     for name in world.CAMERAS:

@@ -61,7 +61,7 @@ CORRUPTIONS: dict[str, Corruption] = {
 }
 NEEDS_MOVEMENT = ("frozen", "one frame twice", "shuffled frames")  # these leave a resting scene as it is
 HARMLESS: dict[str, Corruption] = {
-    "slightly soft": lambda a, b, c, g: blur(a, 0.5 * a.shape[-1] / 32),
+    "slightly soft": lambda a, b, c, g: blur(a, 0.5),
     "slightly noisy": lambda a, b, c, g: _noisy(a, 0.03, g),
     "3 % brighter": lambda a, b, c, g: _lit(a, 1.03),
     "3 % darker": lambda a, b, c, g: _lit(a, 0.97),

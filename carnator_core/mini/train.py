@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
@@ -31,6 +32,7 @@ from .seeds import FIT
 
 EMA_DECAY = 0.999
 DROP_CAPTION = 0.1
+OBJECT_WEIGHT = 2.0  # how much more the objects and their outlines count, where little noise is left
 
 
 @dataclass
@@ -43,8 +45,21 @@ class Settings:
     seed: int
 
 
-def batch_at(step: int, settings: Settings) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(clean latents, noise, sigma (B,), embeddings) of one step; depends on the step and the seed only."""
+def object_weights(cover: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    """Weights (B, 1, T, h, w) of mean 1 for the loss, from the objects' coverage (B, T, H, W) and the noise levels (B,).
+
+    Objects are a tenth of a frame and texture is the rest. The weight fades with the noise, as it would pull a
+    prediction towards objects where their place is still open.
+    """
+    near = F.max_pool2d(cover, 2 * codec.BLOCK + 1, codec.BLOCK, codec.BLOCK).sign()[:, None]
+    weights = 1 + OBJECT_WEIGHT * (1 - sigma.view(-1, 1, 1, 1, 1)) * near
+    return weights / weights.mean()
+
+
+def batch_at(
+    step: int, settings: Settings
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(clean latents, noise, sigma (B,), embeddings, weights) of one step; depends on the step and the seed only."""
     large = step >= settings.large_from * settings.steps and step % 2 == 1
     size, count = (64, max(1, settings.batch // 4)) if large else (32, settings.batch)
     seed = FIT.start + (settings.seed * 7919 + step * 64) % (FIT.stop - 64)
@@ -53,12 +68,13 @@ def batch_at(step: int, settings: Settings) -> tuple[torch.Tensor, torch.Tensor,
     prompts = [
         "" if rng.random() < DROP_CAPTION else world.caption(s, rng.randrange(len(world.PHRASINGS))) for s in scenes
     ]
-    clean = codec.encode(world.render(scenes, seed, size))
+    clips, cover = world.render_with_cover(scenes, seed, size)
+    clean = codec.encode(clips)
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(clean.shape, generator=generator)
     u = torch.sigmoid(torch.randn(count, generator=generator))
     sigma = mini.SHIFT * u / (1 + (mini.SHIFT - 1) * u)
-    return clean, noise, sigma, text.encode(prompts)
+    return clean, noise, sigma, text.encode(prompts), object_weights(cover, sigma)
 
 
 def rate_at(step: int, settings: Settings) -> float:
@@ -193,12 +209,12 @@ class Trainer:
         self.average.load_state_dict(trained)
 
     def train_step(self) -> float:
-        clean, noise, sigma, embeddings = (t.to(self.device) for t in batch_at(self.step, self.settings))
+        clean, noise, sigma, embeddings, weights = (t.to(self.device) for t in batch_at(self.step, self.settings))
         level = sigma.view(-1, 1, 1, 1, 1)
         noisy = (1 - level) * clean + level * noise
         with torch.autocast(torch.device(self.device).type, self.dtype, enabled=self.dtype != torch.float32):
             prediction = self.forward(noisy, sigma * 1000, embeddings, return_dict=False)[0]
-        loss = (prediction.float() - (noise - clean)).pow(2).mean()
+        loss = ((prediction.float() - (noise - clean)).pow(2) * weights).mean()
         descend(self.optimisers, list(self.model.parameters()), loss, rate_at(self.step, self.settings))
         decay = min(EMA_DECAY, (1 + self.step) / (10 + self.step))
         with torch.no_grad():

@@ -2,7 +2,9 @@
 
 A prompt decides seven attributes; everything else (texture at two scales, where the background pattern and the
 objects lie, small changes of size and brightness) is decided by the clip's noise, as in real footage. All lengths
-are shares of the frame, so a scene looks the same on every grid; only the finest texture is tied to pixels.
+are in units of 32 pixels: a larger frame sees more of the same world at the same scale, as a wider lens does. (A model
+that knows positions only relative to each other, as Wan's does, cannot tell how large the frame is; in a world that
+grew with the frame it would learn two scales for one caption.)
 
 Conventions: a clip is a tensor (B, 3, T, H, W) in [-1, 1]; x runs right, y runs down. Motion is told in picture
 coordinates, the camera by what the background does: a steady camera leaves it, a panning one looks to the right
@@ -22,6 +24,7 @@ import torch.nn.functional as F
 from . import seeds
 
 FRAMES = 5
+UNIT = 32  # pixels that make one unit of length; the small frame is one unit wide
 OBJECTS = ("ball", "ring", "cross", "triangle")
 COLOURS = {
     "red": (0.90, 0.15, 0.15),
@@ -38,7 +41,7 @@ BACKGROUNDS = {
     "dusk": (0.35, 0.23, 0.38),
 }
 MOTIONS = {"left": (-0.1, 0.0), "right": (0.1, 0.0), "up": (0.0, -0.1), "down": (0.0, 0.1), "still": (0.0, 0.0)}
-SIZES = {"small": 0.12, "large": 0.19}  # circumscribed radius; a small ball covers 4.5 % of a frame
+SIZES = {"small": 0.15, "large": 0.21}  # circumscribed radius; in a frame of one unit, a small cross covers 4.8 %
 CAMERAS = ("steady", "panning", "tilting", "zooming")
 COUNTS = ("one", "two")
 
@@ -52,14 +55,14 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "count": COUNTS,
 }
 
-PAN_SPEED = 0.09  # share of the frame that the background moves between two frames
+PAN_SPEED = 0.09  # how far the background moves between two frames
 ZOOM_SPEED = 1.09  # factor by which the background grows between two frames
 SPREAD = 0.24  # half the distance between two objects, across their motion
-JITTER = 0.06  # how far from the middle a track may lie
+JITTER = 0.045  # how far from the middle a track may lie
 PATTERN_PERIOD = 0.5
-PATTERN_CONTRAST = 0.45
-COARSE_TEXTURE = (1 / 6, 0.04)  # cell as a share of the frame, standard deviation
-FINE_TEXTURE = (3.2, 0.05)  # cell in pixels, standard deviation
+PATTERN_CONTRAST = 0.6
+COARSE_TEXTURE = (1 / 6, 0.04)  # cell, standard deviation
+FINE_TEXTURE = (0.1, 0.05)
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ def parse(prompt: str) -> Scene | None:
 
 
 def signed_distance(kind: str, x: torch.Tensor, y: torch.Tensor, radius: torch.Tensor) -> torch.Tensor:
-    """Signed distance (negative inside, in shares of the frame) of the points (x, y) to an object at the origin."""
+    """Signed distance (negative inside) of the points (x, y) to an object at the origin."""
     if kind == "ball":
         return torch.hypot(x, y) - radius
     if kind == "ring":
@@ -151,8 +154,8 @@ def signed_distance(kind: str, x: torch.Tensor, y: torch.Tensor, radius: torch.T
 
 
 def pixel_centres(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and y of every pixel's centre in shares of the frame, each (size, size)."""
-    axis = (torch.arange(size) + 0.5) / size
+    """x and y of every pixel's centre, each (size, size), from the frame's upper left corner."""
+    axis = (torch.arange(size) + 0.5) / UNIT
     y, x = torch.meshgrid(axis, axis, indexing="ij")
     return x, y
 
@@ -184,7 +187,7 @@ def coverage(
     out = torch.zeros(FRAMES, size, size)
     for track in object_centres(scene, middle, axis):
         for t, (cx, cy) in enumerate(track):
-            edge = signed_distance(scene.object, x - cx, y - cy, radius) * size
+            edge = signed_distance(scene.object, x - cx, y - cy, radius) * UNIT
             out[t] = torch.maximum(out[t], (0.5 - edge).clamp(0, 1))
     return out
 
@@ -199,6 +202,7 @@ def standing_axis(scene: Scene, horizontal: bool) -> tuple[float, float]:
 def world_points(camera: str, size: int) -> torch.Tensor:
     """World coordinates (T, H, W, 2) that every pixel looks at."""
     x, y = pixel_centres(size)
+    middle = size / UNIT / 2
     points = []
     for t in range(FRAMES):
         if camera == "panning":
@@ -206,7 +210,7 @@ def world_points(camera: str, size: int) -> torch.Tensor:
         elif camera == "tilting":
             points.append(torch.stack((x, y - PAN_SPEED * t), -1))
         elif camera == "zooming":
-            points.append(torch.stack(((x - 0.5) / ZOOM_SPEED**t + 0.5, (y - 0.5) / ZOOM_SPEED**t + 0.5), -1))
+            points.append(torch.stack([(axis - middle) / ZOOM_SPEED**t + middle for axis in (x, y)], -1))
         else:
             points.append(torch.stack((x, y), -1))
     return torch.stack(points)
@@ -219,11 +223,12 @@ def pattern(points: torch.Tensor, phase: torch.Tensor) -> torch.Tensor:
 
 
 def _texture(points: torch.Tensor, cell: float, channels: int, generator: torch.Generator) -> torch.Tensor:
-    """Smooth random field (channels, T, H, W) of unit deviation over the world square [-0.5, 1.5]."""
-    cells = max(4, round(2 / cell))
-    field = torch.randn(1, channels, cells, cells, generator=generator)
+    """Smooth random field (channels, T, H, W) of unit deviation over the frame and half a unit around it."""
     t, h, w, _ = points.shape
-    grid = (points - 0.5).reshape(1, t * h, w, 2)
+    reach = (h / UNIT + 1) / 2
+    cells = max(4, round(2 * reach / cell))
+    field = torch.randn(1, channels, cells, cells, generator=generator)
+    grid = ((points - h / UNIT / 2) / reach).reshape(1, t * h, w, 2)
     values = F.grid_sample(field, grid, mode="bicubic", padding_mode="reflection", align_corners=False)
     return values.reshape(channels, t, h, w) * 1.25  # interpolation shrinks the deviation to about 0.8
 
@@ -239,10 +244,11 @@ class Layout:
     phase: tuple[float, float]
 
 
-def random_layout(scene: Scene, generator: torch.Generator) -> Layout:
+def random_layout(scene: Scene, size: int, generator: torch.Generator) -> Layout:
     u = torch.rand(7, generator=generator).tolist()
+    middle = size / UNIT / 2
     return Layout(
-        middle=(0.5 + JITTER * (2 * u[0] - 1), 0.5 + JITTER * (2 * u[1] - 1)),
+        middle=(middle + JITTER * (2 * u[0] - 1), middle + JITTER * (2 * u[1] - 1)),
         axis=standing_axis(scene, u[2] < 0.5),
         scale=0.96 + 0.08 * u[3],
         gain=0.94 + 0.12 * u[4],
@@ -252,12 +258,12 @@ def random_layout(scene: Scene, generator: torch.Generator) -> Layout:
 
 def render_one(scene: Scene, size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """One clip (3, T, size, size) in [-1, 1] and the objects' coverage (T, size, size)."""
-    layout = random_layout(scene, generator)
+    layout = random_layout(scene, size, generator)
     points = world_points(scene.camera, size)
     tone = 1 + PATTERN_CONTRAST * pattern(points, torch.tensor(layout.phase))
     base = torch.tensor(BACKGROUNDS[scene.background]).view(3, 1, 1, 1)
     detail = 0.0
-    for cell, deviation in (COARSE_TEXTURE, (FINE_TEXTURE[0] / size, FINE_TEXTURE[1])):
+    for cell, deviation in (COARSE_TEXTURE, FINE_TEXTURE):
         light = _texture(points, cell, 1, generator)
         tint = _texture(points, cell, 3, generator)
         detail = detail + deviation * (0.9 * light + 0.43 * tint)
@@ -268,9 +274,15 @@ def render_one(scene: Scene, size: int, generator: torch.Generator) -> tuple[tor
     return clip * 2 - 1, cover
 
 
-def render(scenes: Sequence[Scene], seed: int, size: int = 32) -> torch.Tensor:
-    """Clips (B, 3, T, size, size) in [-1, 1] of the given scenes; clip i depends on (scene i, seed + i) only."""
-    clips = []
-    for i, scene in enumerate(scenes):
-        clips.append(render_one(scene, size, torch.Generator().manual_seed(seed + i))[0])
-    return torch.stack(clips)
+def render_with_cover(scenes: Sequence[Scene], seed: int, size: int = UNIT) -> tuple[torch.Tensor, torch.Tensor]:
+    """Clips (B, 3, T, size, size) in [-1, 1] and the objects' coverage (B, T, size, size) in [0, 1].
+
+    Clip i depends on (scene i, seed + i) only.
+    """
+    made = [render_one(scene, size, torch.Generator().manual_seed(seed + i)) for i, scene in enumerate(scenes)]
+    return torch.stack([clip for clip, _ in made]), torch.stack([cover for _, cover in made])
+
+
+def render(scenes: Sequence[Scene], seed: int, size: int = UNIT) -> torch.Tensor:
+    """The clips of `render_with_cover` alone."""
+    return render_with_cover(scenes, seed, size)[0]

@@ -13,7 +13,7 @@ from PIL import Image
 ROOT = Path(__file__).parents[2]
 WEIGHTS = "carnator_mini_t2v.safetensors"
 PROMPT = "one large red ball moving left over the sea, steady camera"
-MATCHING = dict(steps=4, cfg=4.0, sampler_name="euler", scheduler="simple", denoise=1.0)
+MATCHING = dict(steps=4, cfg=2.0, sampler_name="euler", scheduler="simple", denoise=1.0)
 
 
 @pytest.fixture(scope="module")

