@@ -5,6 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from ..carnator_core.gate.policy import DEFAULT, POLICIES
+from ..carnator_core.reuse.seeds import OWN, SEED_POLICIES
 from .carnator import POLICY_TOOLTIP
 from .host import compat
 from .host.setup import setup_of, with_setup
@@ -30,6 +31,14 @@ class CarnatorCompatibilityGate(io.ComfyNode):
                     tooltip="Leave it empty. The id of a donor from a report makes this run borrow from that clip "
                     "only, which reproduces a reused clip bit for bit.",
                 ),
+                io.Combo.Input(
+                    "seed_policy",
+                    options=list(SEED_POLICIES),
+                    default=OWN,
+                    optional=True,
+                    tooltip="Whose seed a clip starts from. own: yours; a clip of another seed lends nothing. donor: "
+                    "the nearest earlier clip's, so that it can lend although your seed changes from run to run.",
+                ),
             ],
             outputs=[io.Model.Output(tooltip="For the sampler, or for Carnator Early Probe.")],
             hidden=[io.Hidden.unique_id],
@@ -37,7 +46,7 @@ class CarnatorCompatibilityGate(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model, policy: str, donor: str) -> io.NodeOutput:
+    def execute(cls, model, policy: str, donor: str, seed_policy: str = OWN) -> io.NodeOutput:
         node = cls.hidden.unique_id if cls.hidden else None
-        changes = {"policy": policy, "donor": donor.strip() or None, "gated": True}
+        changes = {"policy": policy, "donor": donor.strip() or None, "gated": True, "seeds": seed_policy}
         return io.NodeOutput(with_setup(model, setup_of(model).changed(node, **changes)))

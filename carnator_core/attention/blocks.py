@@ -225,6 +225,18 @@ def find_mask(
     return BlockMask(_smallest(mass, kept, floor, _text_blocks(text, tokens[1], block[1]).to(q.device)), block, tokens)
 
 
+def top_mask(mass: torch.Tensor, density: float, block: tuple[int, int], tokens: tuple[int, int]) -> BlockMask:
+    """The mask that keeps, for every head and query block, the share `density` in (0, 1] of key blocks of most mass.
+
+    `mass` as from `block_mass`. For comparisons at equal density; a run uses `find_mask`.
+    """
+    if not 0 < density <= 1:
+        raise ValueError(f"the density is a share of at most 1, not {density}")
+    count = max(1, round(density * mass.shape[-1]))
+    chosen = mass.topk(count, dim=-1).indices
+    return BlockMask(torch.zeros_like(mass, dtype=torch.bool).scatter_(-1, chosen, True), block, tokens)
+
+
 def _text_blocks(text: Sequence[tuple[int, int]], tokens: int, block: int) -> torch.Tensor:
     chosen = torch.zeros(-(-tokens // block), dtype=torch.bool)
     for start, stop in text:

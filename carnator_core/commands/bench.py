@@ -9,18 +9,23 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-ROOMS = {"reuse": "evaluation", "attention": "attention", "bank": "bank"}  # command -> room whose bench.py adds it
+MODULES = {  # command -> the module that adds it
+    "reuse": "evaluation.bench",
+    "connectivity": "evaluation.connectivity",
+    "attention": "attention.bench",
+    "bank": "bank.bench",
+}
 
 
 def add_parser(subparsers: Any) -> None:
-    """Mounts every room's bench.py that is there; one that cannot be loaded is named, with the reason, in the help."""
+    """Mounts every benchmark whose module is there; one that cannot be loaded is named in the help, with the reason."""
     root = __package__.rpartition(".")[0]
     text = "measurements, each on this machine"
     parser = subparsers.add_parser("bench", help=text, description=text)
     commands = parser.add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
     missing = []
-    for name, room in ROOMS.items():
-        module = f"{root}.{room}.bench"
+    for name, place in MODULES.items():
+        module = f"{root}.{place}"
         if importlib.util.find_spec(module) is None:
             continue
         try:

@@ -24,6 +24,7 @@ from ..console import (
 )
 from ..gate.policy import DEFAULT, POLICIES
 from ..mini import world
+from ..reuse.seeds import OWN, SEED_POLICIES
 from .embedded import add_options, generator
 from .explain import explain, print_explanation
 
@@ -48,6 +49,8 @@ def add_parser(subparsers: Any) -> None:
     add_options(parser)
     text = "how much risk to take (default: %(default)s)"
     parser.add_argument("--policy", choices=POLICIES, default=DEFAULT, help=text)
+    text = "whose seed to start from: your own, or the nearest donor's, so that it can lend (default: %(default)s)"
+    parser.add_argument("--seed-policy", choices=SEED_POLICIES, default=OWN, help=text)
     text = "where the files go (default: ./%(default)s)"
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="FOLDER", help=text)
     text = "print what is known before the run, and do not run; nothing is written anywhere"
@@ -89,7 +92,14 @@ def _generate(args: argparse.Namespace, bank: Bank, known: bool) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     make = generator(bank, args.policy)
     with progress(args.steps, "denoise") as bar:
-        clip = make(args.prompt, args.seed, args.size, args.steps, on_step=lambda done, steps: bar.update())
+        clip = make(
+            args.prompt,
+            args.seed,
+            args.size,
+            args.steps,
+            on_step=lambda done, steps: bar.update(),
+            seeds=args.seed_policy,
+        )
     name = file_name(args.prompt, args.seed, args.size, args.steps)
     files = media.write_all(args.out, name, clip.frames)
     files["report"] = f"{name}.json"

@@ -11,7 +11,8 @@ from ..request import digest_of_weights
 from . import lora
 from . import model as mini
 
-LORA = mini.WEIGHTS.parent / "carnator_mini_fewstep_lora.safetensors"
+# Apart from the weights: ComfyUI lists every file below a folder of models as a model.
+LORA = mini.WEIGHTS.parents[1] / "loras" / "carnator_mini_fewstep_lora.safetensors"
 STEPS = 4
 GUIDANCE = 1.0
 BASE = "base"  # metadata: digest of the weights that the LoRA was distilled from

@@ -46,10 +46,11 @@ class Settings:
 
 
 def object_weights(cover: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-    """Weights (B, 1, T, h, w) of mean 1 for the loss, from the objects' coverage (B, T, H, W) and the noise levels (B,).
+    """Weights (B, 1, T, h, w) of mean 1 for the loss.
 
-    Objects are a tenth of a frame and texture is the rest. The weight fades with the noise, as it would pull a
-    prediction towards objects where their place is still open.
+    `cover` (B, T, H, W) is the objects' coverage, `sigma` (B,) the noise levels. Objects are a tenth of a frame and
+    texture is the rest. The weight fades with the noise, as it would pull a prediction towards objects where their
+    place is still open.
     """
     near = F.max_pool2d(cover, 2 * codec.BLOCK + 1, codec.BLOCK, codec.BLOCK).sign()[:, None]
     weights = 1 + OBJECT_WEIGHT * (1 - sigma.view(-1, 1, 1, 1, 1)) * near

@@ -18,6 +18,7 @@ from ..report import RunReport
 from ..request import Identity, Profile, Request, digest_of_tensor, digest_of_weights, unpadded
 from ..reuse.engine import Run
 from ..reuse.plan import Plan
+from ..reuse.seeds import DONOR, OWN, with_donors_noise
 from ..signature.evidence import Evidence
 from ..signature.taps import Taps
 
@@ -60,13 +61,25 @@ class Generator:
         donor: str | None = None,
         forced: Plan | None = None,
         on_step: Callable[[int, int], None] | None = None,
+        seeds: str = OWN,
     ) -> Clip:
-        """Generate a clip of `size` x `size` pixels. `on_step(done, steps)` after each step."""
-        x, levels = sample.noise([seed], size), sample.sigmas(steps)
+        """Generate a clip of `size` x `size` pixels. `on_step(done, steps)` after each step.
+
+        `seeds`: "own", or "donor" to start from the noise of the nearest donor instead.
+        """
+        levels = sample.sigmas(steps)
+
+        def begin(seed: int) -> tuple[torch.Tensor, Request]:
+            noise = sample.noise([seed], size)
+            return noise, self.request(prompt, seed, noise, levels)
+
+        x, request = begin(seed)
+        lent = with_donors_noise(request, self.bank, begin) if seeds == DONOR else None
+        x, request = lent[:2] if lent else (x, request)
         grid = self.backbone.grid_of(self.model, tuple(x.shape))
-        request = self.request(prompt, seed, x, levels)
         taps = Taps(grid, len(request.profile.conditioning))
         run = Run(request, self.bank, self.policy, grid, taps, donor, forced)
+        run.report.warnings.extend(lent[2:] if lent else ())
         latent = run.exact()
         try:
             if latent is None:

@@ -10,15 +10,16 @@ from ...carnator_core import mini
 from . import banks
 
 WEIGHTS = Path(mini.__file__).parent / "weights"
+LORAS = Path(mini.__file__).parent / "loras"  # a folder of its own: ComfyUI lists all files below a folder
 LORA = "carnator_mini_fewstep_lora.safetensors"  # named here: the core's own module needs diffusers, ComfyUI does not
 
 
-def register(weights: Path = WEIGHTS) -> None:
-    """Add the embedded model's folder behind the user's own, so that "Load Diffusion Model" lists it, and the caches'.
+def register(loras: Path = LORAS) -> None:
+    """Add the embedded model's folders behind the user's own, so that the host's loaders list it, and the caches'.
 
-    With the few-step LoRA in it, "Load LoRA" lists it too. Reads only; nothing is created.
+    That of the few-step LoRA only where it exists. Reads only; nothing is created.
     """
     banks.register()
-    folder_paths.add_model_folder_path("diffusion_models", str(weights))
-    if (weights / LORA).is_file():
-        folder_paths.add_model_folder_path("loras", str(weights))
+    folder_paths.add_model_folder_path("diffusion_models", str(WEIGHTS))
+    if (loras / LORA).is_file():
+        folder_paths.add_model_folder_path("loras", str(loras))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from ...carnator_core.bank import Bank
 from ...carnator_core.gate.policy import policy_named
 from ...carnator_core.grid import TokenGrid
 from ...carnator_core.report import RunReport
-from ...carnator_core.request import digest_of_tensor
+from ...carnator_core.request import Request, digest_of_tensor
 from ...carnator_core.reuse.engine import Run
+from ...carnator_core.reuse.seeds import DONOR, with_donors_noise
 from ...carnator_core.signature.taps import Taps
 from . import banks, events
 from .identity import Undigestible, request_of
@@ -35,7 +37,7 @@ def outer_sample(executor: Any, noise, latent, sampler, sigmas, mask=None, callb
     setup = setup_of(guider.model_patcher)
     rest = (mask, callback, bar, seed)
     started = time.perf_counter()
-    run, reason = _begin(guider, setup, noise, latent, sampler, sigmas, mask, seed)
+    run, reason, noise = _begin(guider, setup, noise, latent, sampler, sigmas, mask, seed)
     if run is None:
         out = executor(noise, latent, sampler, sigmas, *rest, **more)
         _tell(setup, out, RunReport(decision="off", reason=reason))
@@ -52,25 +54,42 @@ def outer_sample(executor: Any, noise, latent, sampler, sigmas, mask=None, callb
     return _finish(setup, run, out)
 
 
-def _begin(guider, setup: Setup, noise, latent, sampler, sigmas, mask, seed) -> tuple[Run | None, str]:
-    """The run, or None and why everything is passed through."""
+def _begin(guider, setup: Setup, noise, latent, sampler, sigmas, mask, seed) -> tuple[Run | None, str, torch.Tensor]:
+    """The run, or None and why everything is passed through; and the noise to start from."""
     off = setup.missing or ("the cache is off" if setup.cache.mode == "off" else "")
     if off and setup.sparse is None:
-        return None, off
+        return None, off, noise
     try:
         reason = unsupported(guider, sampler, sigmas, latent, mask)
         if reason:
-            return None, f"passed through: {reason}"
+            return None, f"passed through: {reason}", noise
         request = request_of(guider, sampler, sigmas, noise, latent, seed)
         bank = Bank(".", mode="off") if off else banks.bank_of(setup.cache)
+        lent = None
+        if setup.seeds == DONOR and setup.donor is None:
+            lent = with_donors_noise(request, bank, _noise_again(guider, sampler, sigmas, latent))
+            noise, request = lent[:2] if lent else (noise, request)
         grid = TokenGrid.of_latent(tuple(noise.shape), tuple(guider.model_patcher.model.diffusion_model.patch_size))
         taps = None if off else Taps(grid, len(request.profile.conditioning))
-        return Run(request, bank, policy_named(setup.policy), grid, taps, setup.donor, probe=setup.probe), ""
+        run = Run(request, bank, policy_named(setup.policy), grid, taps, setup.donor, probe=setup.probe)
+        run.report.warnings.extend(lent[2:] if lent else ())
+        return run, "", noise
     except Undigestible as error:
-        return None, f"passed through: {error}"
+        return None, f"passed through: {error}", noise
     except Exception as error:  # a bug of ours must not cost a user's run
         LOG.exception("Carnator could not begin; the run goes on without it")
-        return None, f"passed through: an error of Carnator's own ({type(error).__name__}: {error})"
+        return None, f"passed through: an error of Carnator's own ({type(error).__name__}: {error})", noise
+
+
+def _noise_again(guider, sampler, sigmas, latent) -> Callable[[int], tuple[torch.Tensor, Request]]:
+    """What the host's samplers make of a seed, and the request that it leads to."""
+    from comfy.sample import prepare_noise
+
+    def again(seed: int) -> tuple[torch.Tensor, Request]:
+        noise = prepare_noise(latent, seed)
+        return noise, request_of(guider, sampler, sigmas, noise, latent, seed)
+
+    return again
 
 
 def _sample(executor: Any, guider: Any, setup: Setup, run: Run, args: tuple, more: dict) -> torch.Tensor:

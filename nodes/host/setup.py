@@ -9,6 +9,7 @@ from typing import Any
 
 from ...carnator_core.gate.policy import DEFAULT
 from ...carnator_core.report import RunReport
+from ...carnator_core.reuse.seeds import OWN
 
 KEY = "carnator"  # of our wrappers and attachment
 REPORTS_KEPT = 16
@@ -60,6 +61,7 @@ class Setup:
     policy: str = DEFAULT
     probe: float | None = None  # share of the schedule; None: the core's own
     donor: str | None = None
+    seeds: str = OWN  # whose noise a run starts from
     gated: bool = False  # whether a gate decides; without one nothing is reused
     sparse: SparseChoice | None = None
     nodes: tuple[str, ...] = field(default=())

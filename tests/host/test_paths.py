@@ -30,6 +30,7 @@ def test_the_few_step_lora_is_listed_where_it_exists(host, folders, tmp_path):
     paths.register(tmp_path)
     assert folders.get_folder_paths("loras") == [*before, str(tmp_path)]  # behind the user's own
     assert paths.LORA in folders.get_filename_list("loras")
+    assert paths.LORA not in folders.get_filename_list("diffusion_models")
 
 
 def test_the_loras_name_is_the_one_that_the_shipped_workflow_loads_and_the_core_writes(host):

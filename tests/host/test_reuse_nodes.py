@@ -156,6 +156,18 @@ def test_a_donor_id_from_a_report_reproduces_the_clip(host, model, cache):
     assert same(sampled(host, pinned, OTHER), joint)
 
 
+def test_by_opt_in_a_run_takes_the_donors_seed_and_is_what_that_seed_gives(host, model, cache):
+    fast = reusing(host, model, cache)
+    sampled(host, fast)
+    (taking,) = host.run("CarnatorCompatibilityGate", model=fast, policy=GENEROUS, donor="", seed_policy="donor")
+    out = sampled(host, taking, OTHER, seed=8)
+    told = report(host, taking, out)
+    assert told["decision"] == "joint" and any("seed 7" in line for line in told["warnings"])
+    assert same(out, sampled(host, fast, OTHER, seed=7))
+    own = sampled(host, fast, OTHER, seed=8)
+    assert report(host, fast, own)["decision"] == "miss" and same(own, sampled(host, model, OTHER, seed=8))
+
+
 def lora(model, scale: float, strength: float = 1.0):
     """A clone with a LoRA-like patch on one weight."""
     clone = model.clone()
