@@ -13,6 +13,7 @@ import torch
 
 from ..attention.choice import Dense
 from ..grid import TokenGrid
+from ..reuse.window import TokenWindow
 from ..signature.taps import Taps, middle_layer
 
 NAME = "wan"
@@ -123,3 +124,32 @@ def attending(transformer: torch.nn.Module, attend: Attend) -> Iterator[None]:
     finally:
         for block, processor in zip(transformer.blocks, own, strict=True):
             block.attn1.processor = processor
+
+
+@contextmanager
+def windowed(transformer: torch.nn.Module, window: TokenWindow) -> Iterator[None]:
+    """Within the block, every transformer block goes through `window`."""
+
+    def through(layer: int, own: Callable) -> Callable:
+        def forward(hidden, text, temb, rotary):
+            def run(hidden: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+                if index is None:
+                    return own(hidden, text, temb, rotary)
+                own_time = temb[:, index] if temb.ndim == 4 else temb  # Wan 2.2 5B has a time for each token
+                return own(hidden, text, own_time, tuple(r[:, index] for r in rotary))
+
+            return window.block(layer, hidden, run)
+
+        return forward
+
+    before = [block.__dict__.get("forward") for block in transformer.blocks]
+    try:
+        for layer, block in enumerate(transformer.blocks):
+            block.forward = through(layer, block.forward)
+        yield
+    finally:
+        for block, forward in zip(transformer.blocks, before, strict=True):
+            if forward is None:
+                del block.forward
+            else:
+                block.forward = forward

@@ -27,6 +27,7 @@ from ..gate.policy import DEFAULT, policy_named
 from ..report import RunReport
 from ..request import Identity, Profile, Request, digest_of_tensor, digest_of_weights, unpadded
 from ..reuse.engine import Run
+from ..reuse.window import TokenWindow
 from ..schedule import from_x0, to_x0
 from ..signature.taps import Taps
 
@@ -140,6 +141,7 @@ class _Step:
     started: float
     branches: list[torch.Tensor] = field(default_factory=list)
     answered: torch.Tensor | None = None  # the velocity given instead of the model's
+    window: TokenWindow | None = None
 
 
 class _Drive:
@@ -173,17 +175,19 @@ class _Drive:
             self._open_step(x, kwargs["timestep"])
         if self.step.answered is not None:
             return (self.step.answered,)
-        with self._tapped():
+        with self._tapped(), self._windowed():
             out = self.forward(**kwargs)
-        self.step.branches.append(out[0])
-        return out
+        velocity = self._blended(out[0])
+        self.step.branches.append(velocity)
+        return out if velocity is out[0] else (velocity,)
 
     def _begin(self, x: torch.Tensor) -> None:
         pipe, attached = self.attached.pipe, self.attached
         grid = backbones.find(pipe.transformer).grid_of(pipe.transformer, tuple(x.shape))
         request = self._request(x)
         taps = Taps(grid, len(request.profile.conditioning))
-        self.run = Run(request, attached.bank, attached.policy, grid, taps, self.donor)
+        layers = len(pipe.transformer.blocks)
+        self.run = Run(request, attached.bank, attached.policy, grid, taps, self.donor, layers=layers)
         self.stored = self.run.exact()
 
     def _request(self, x: torch.Tensor) -> Request:
@@ -220,6 +224,22 @@ class _Drive:
             return nullcontext()
         transformer = self.attached.pipe.transformer
         return backbones.find(transformer).tapped(transformer, self.run.taps)
+
+    def _windowed(self) -> AbstractContextManager:
+        """The transformer's blocks through the run's window, where it has one at this step."""
+        transformer = self.attached.pipe.transformer
+        if not self.step.branches:  # once a step: its forwards are told apart by their order
+            self.step.window = self.run.window_at(self.step.sigma)
+        window = self.step.window
+        return backbones.find(transformer).windowed(transformer, window) if window else nullcontext()
+
+    def _blended(self, velocity: torch.Tensor) -> torch.Tensor:
+        """One guidance branch's velocity, blended with the answer where only a region was computed."""
+        step = self.step
+        if not self.run.region_planned(step.sigma):
+            return velocity
+        x0 = to_x0("flow", step.x.float(), velocity.float(), step.sigma)
+        return from_x0("flow", step.x.float(), self.run.blended(step.sigma, x0), step.sigma).to(velocity.dtype)
 
     # --- the loop's side ---
 

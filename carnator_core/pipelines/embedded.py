@@ -78,7 +78,8 @@ class Generator:
         x, request = lent[:2] if lent else (x, request)
         grid = self.backbone.grid_of(self.model, tuple(x.shape))
         taps = Taps(grid, len(request.profile.conditioning))
-        run = Run(request, self.bank, self.policy, grid, taps, donor, forced)
+        layers = len(self.model.blocks)
+        run = Run(request, self.bank, self.policy, grid, taps, donor, forced, layers=layers)
         run.report.warnings.extend(lent[2:] if lent else ())
         latent = run.exact()
         try:
@@ -98,7 +99,9 @@ class Generator:
             branches = run.taps.read_branches if tapped and self.guidance != 1 else None
 
             def compute(x=x, sigma=sigma, tapped=tapped, branches=branches) -> torch.Tensor:
-                with self.backbone.tapped(self.model, run.taps) if tapped else nullcontext():
+                window = run.window_at(sigma)
+                reading = self.backbone.tapped(self.model, run.taps) if tapped else nullcontext()
+                with reading, self.backbone.windowed(self.model, window) if window else nullcontext():
                     return sample.guided_x0(self.model, x, sigma, cond, uncond, self.guidance, branches)
 
             x0 = run.step(sigma, compute)

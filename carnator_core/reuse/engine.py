@@ -7,7 +7,8 @@
 
 The probe runs dense; after it the nearest donors are recalled and judged, and the rest of the plan is fixed. Until the
 first skipped step nothing of the run is touched, so a miss is the run itself. A host that computes a step in several
-calls uses `answer` and `observe` instead of `step`. No method but `compute` itself raises because of a bank.
+calls uses `answer`, `window_at`, `blended` and `observe` instead of `step`. No method but `compute` itself raises
+because of a bank.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from ..signature.evidence import Evidence, gather
 from ..signature.taps import Taps
 from .answer import MEMORY, DonorAnswer
 from .plan import Plan, dense_plan, paced_plan
+from .scope import Scope, scope_of
 from .trajectory import Trajectory
+from .window import TokenWindow
 
 T = TypeVar("T")
 
@@ -41,6 +44,7 @@ CANDIDATES = 10  # paper: K = 10
 KEEP_BYTES = 512 * 2**20  # of predictions that a run remembers, in 16 bits
 KEEP_LEAST = 8
 REFERENCE_STEPS = 50  # a policy's depth is told for a schedule of this length: what counts is the way skipped at once
+REFRESH = 3  # of the computed steps in the middle of a joint run every third is full, the others compute a region
 COLLAPSE = 0.05  # a prediction whose deviation falls to this share of the last computed one's has collapsed
 
 
@@ -53,7 +57,8 @@ def kept_levels(steps: int, latent_numel: int) -> list[int]:
 
 
 class Run:
-    """One target. `grid`: the model's token grid; `taps`: what the host's taps write to, if it has any.
+    """One target. `grid`: the model's token grid; `taps`: what the host's taps write to, if it has any; `layers`: how
+    many blocks the host can send through a `TokenWindow`, 0 for none.
 
     `donor`: judge this entry alone instead of the nearest ones. `forced`: take this plan with the accepted donor
     whatever the risk (for measurements). `probe`: the probe's share of the schedule instead of the usual one.
@@ -69,6 +74,7 @@ class Run:
         donor: str | None = None,
         forced: Plan | None = None,
         probe: float | None = None,
+        layers: int = 0,
     ):
         self.request, self.bank, self.policy, self.grid, self.taps = request, bank, policy, grid, taps
         self._wanted, self._forced = donor, forced
@@ -83,6 +89,9 @@ class Run:
         self._tainted = ""  # why this run must not become a donor
         self._stopped = ""  # why reuse ended early
         self._answerer: DonorAnswer | None = None
+        self._scope: Scope | None = None
+        self._weight: torch.Tensor | None = None  # of the scope, for every latent position
+        self._window = TokenWindow(layers) if layers else None
         self._spread: float | None = None
         self._seen: set[int] = set()
         self._keep = set(kept_levels(self.steps, math.prod(request.identity.latent_shape)))
@@ -116,7 +125,9 @@ class Run:
         started = time.perf_counter()
         x0 = compute()
         _wait_for(x0)
-        self.observe(sigma, x0, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        x0 = self.blended(sigma, x0)
+        self.observe(sigma, x0, seconds)
         return x0
 
     @torch.no_grad()
@@ -136,13 +147,40 @@ class Run:
             self.report.steps.append(StepRow(index, sigma, "skipped", time.perf_counter() - started, 0.0))
             return x0
 
+    def region_planned(self, sigma: float) -> bool:
+        """Whether the call at this level is to compute a part of the tokens; ask after `answer`."""
+        return self._scope is not None and not self._stopped and self.plan.kind(step_of(sigma, self.sigmas)) == "region"
+
+    def window_at(self, sigma: float) -> TokenWindow | None:
+        """What the transformer's blocks must go through at this call, if anything; ask after `answer`."""
+        index = step_of(sigma, self.sigmas)
+        if self._scope is None or self._stopped or index > max(self.plan.region):
+            return None
+        self._window.begin(self._scope.index if self.region_planned(sigma) else None)
+        return self._window
+
+    @torch.no_grad()
+    def blended(self, sigma: float, x0: torch.Tensor) -> torch.Tensor:
+        """A computed prediction as the run takes it: W x0 + (1 - W) D(sigma) where only a region was computed.
+
+        Also right for a single guidance branch, as guidance leaves what both branches share alone.
+        """
+        if not self._is_region(sigma):
+            return x0
+        with self._own_time():
+            weight = self._weight.to(x0.device)
+            return (weight * x0.float() + (1 - weight) * self._answerer.answer(sigma)).to(x0.dtype)
+
     @torch.no_grad()
     def observe(self, sigma: float, x0: torch.Tensor, seconds: float) -> None:
-        """A computed prediction and what it took."""
+        """A computed (and blended) prediction and what it took."""
         x0 = x0.detach()
         with self._own_time():
             index = step_of(sigma, self.sigmas)
-            self.report.steps.append(StepRow(index, sigma, "dense", seconds))
+            row = StepRow(index, sigma, "dense", seconds)
+            if self._is_region(sigma):
+                row.kind, row.cost = "region", self._region_cost()
+            self.report.steps.append(row)
             self.report.seconds["model"] = self.report.seconds.get("model", 0.0) + seconds
             self._seen.add(index)
             self._last = (sigma, x0)
@@ -212,6 +250,15 @@ class Run:
                 self.report.reason = self._stopped
             return None
 
+    def _is_region(self, sigma: float) -> bool:
+        """Whether the call at this level computed a part of the tokens only."""
+        return self.region_planned(sigma) and self._window.was_partial
+
+    def _region_cost(self) -> float:
+        """Of a full forward; attention, which grows faster than the tokens, is counted as if it did not."""
+        share = self._window.share_of_layers()
+        return 1 - share * (1 - self._scope.computed_share)
+
     def _respond(self, index: int, sigma: float) -> torch.Tensor | None:
         if index >= self.probe and not self._decided:
             self._decide()
@@ -223,6 +270,8 @@ class Run:
         self._kept.clear()
         self._probed.clear()
         self._answerer, self._last = None, None
+        if self._window:
+            self._window.release()
         if self.taps:
             self.taps.release()
 
@@ -292,13 +341,26 @@ class Run:
                 "the donor went away" if predictions is None else f"{self.steps} steps are too few to skip any"
             )
             return
-        self.report.decision, self.plan = "joint", plan
+        self.report.decision, self.plan = "joint", self._with_scope(plan)
         self._tainted = "a reused trajectory never becomes a donor"
         device = self._last[1].device
         self._answerer = DonorAnswer(Trajectory(entry.sigmas, predictions.to(device)), self.grid)
         for sigma, x0 in self._probed:
             self._answerer.observe(sigma, x0)
         self._kept.clear()
+
+    def _with_scope(self, plan: Plan) -> Plan:
+        """The plan with regions, where the change has a place of its own and the model has layers to spare."""
+        scope = scope_of(self.evidence.region, self.grid) if self._window and self._window.depth else None
+        if scope is None:
+            return replace(plan, region=frozenset())
+        plan = plan if self._forced else plan.regional(REFRESH)
+        if plan.region:
+            self._scope = scope
+            tokens = scope.weight[None, None].to(self._last[1].device)
+            self._weight = self.grid.to_latent(tokens, tuple(self._last[1].shape))
+            self.report.scope.active, self.report.scope.context = scope.active_share, scope.computed_share
+        return plan
 
     def _plan_for(self, risk: float) -> Plan:
         """Depth by risk: the policy's most skipped steps in a row near risk 0, one near its threshold."""

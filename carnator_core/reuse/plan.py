@@ -10,24 +10,39 @@ from ..schedule import finish_steps, probe_steps
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps by index; `skipped` ones are answered without a forward, all others are the model's own."""
+    """Steps by index; `skipped` ones are answered without a forward, `region` ones compute a part of the tokens, all
+    others are the model's own."""
 
     sigmas: tuple[float, ...]  # of the steps, without the closing level
     skipped: frozenset[int]
+    region: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        if any(not 0 <= i < len(self.sigmas) for i in self.skipped):
-            raise ValueError("a plan skips a step that the schedule does not have")
+        if any(not 0 <= i < len(self.sigmas) for i in self.skipped | self.region):
+            raise ValueError("a plan speaks of a step that the schedule does not have")
+        if self.skipped & self.region:
+            raise ValueError("a plan cannot skip a step and compute a region in it")
 
     @property
     def forwards(self) -> int:
+        """How often the model is called, in full or in part."""
         return len(self.sigmas) - len(self.skipped)
 
     def kind(self, step: int) -> str:
-        return "skipped" if step in self.skipped else "dense"
+        return "skipped" if step in self.skipped else "region" if step in self.region else "dense"
 
     def __str__(self) -> str:
-        return "".join("." if i in self.skipped else "#" for i in range(len(self.sigmas)))
+        return "".join({"skipped": ".", "region": "o", "dense": "#"}[self.kind(i)] for i in range(len(self.sigmas)))
+
+    def regional(self, refresh: int) -> Plan:
+        """The same plan with regions: of the computed steps between two skipped ones every `refresh`-th stays full,
+        the first of them too. 1 leaves the plan as it is."""
+        if refresh < 1:
+            raise ValueError(f"every how many computed steps is one full? at least 1, got {refresh}")
+        if not self.skipped:
+            return self
+        between = [i for i in range(min(self.skipped), max(self.skipped)) if i not in self.skipped]
+        return Plan(self.sigmas, self.skipped, frozenset(i for n, i in enumerate(between) if n % refresh))
 
 
 def dense_plan(sigmas: Sequence[float]) -> Plan:

@@ -27,6 +27,7 @@ from .identity import Undigestible, request_of
 from .setup import KEY, REPORTS, Setup, setup_of
 from .supported import unsupported
 from .taps import watched
+from .window import windowed
 
 LOG = logging.getLogger("carnator")
 
@@ -71,7 +72,8 @@ def _begin(guider, setup: Setup, noise, latent, sampler, sigmas, mask, seed) -> 
             noise, request = lent[:2] if lent else (noise, request)
         grid = TokenGrid.of_latent(tuple(noise.shape), tuple(guider.model_patcher.model.diffusion_model.patch_size))
         taps = None if off else Taps(grid, len(request.profile.conditioning))
-        run = Run(request, bank, policy_named(setup.policy), grid, taps, setup.donor, probe=setup.probe)
+        layers = len(guider.model_patcher.model.diffusion_model.blocks)
+        run = Run(request, bank, policy_named(setup.policy), grid, taps, setup.donor, probe=setup.probe, layers=layers)
         run.report.warnings.extend(lent[2:] if lent else ())
         return run, "", noise
     except Undigestible as error:
@@ -121,9 +123,12 @@ class _Steps:
         taps = run.taps if last else None
 
         def compute() -> torch.Tensor:
-            if taps is None and sparse is None:
-                return inner(x, timestep, options or {}, seed)
-            return inner(x, timestep, watched(options or {}, run.grid, self.layers, taps, sparse, last), seed)
+            given, window = options or {}, run.window_at(sigma)
+            if window is not None:
+                given = windowed(given, window)
+            if taps is not None or (sparse is not None and not run.region_planned(sigma)):
+                given = watched(given, run.grid, self.layers, taps, sparse, last)
+            return inner(x, timestep, given, seed)
 
         before = self.sparse.applied if self.sparse else 0
         x0 = run.step(sigma, compute)

@@ -19,6 +19,8 @@ from carnator_core.bank import Bank
 from carnator_core.gate.policy import Policy
 from carnator_core.grid import TokenGrid
 from carnator_core.pipelines import attach
+from carnator_core.reuse import engine
+from carnator_core.reuse.scope import Scope
 from carnator_core.signature.taps import Taps, text_attention
 
 STEPS = 10
@@ -73,7 +75,7 @@ def pipeline(parts: dict, scheduler: str = "euler", **changes) -> WanPipeline:
     made = WanPipeline(
         tokenizer=None,
         text_encoder=parts["text_encoder"],
-        transformer=transformer(),
+        transformer=changes.pop("transformer", None) or transformer(),
         vae=parts["vae"],
         scheduler=SCHEDULERS[scheduler](),
         **changes,
@@ -104,6 +106,23 @@ def test_cold_exact_and_joint_through_the_pipelines_own_loop(parts, tmp_path, sc
     assert fast.report.decision == "joint" and fast.report.forwards < STEPS
     own = ask(pipe, "a red cube", guidance_scale=guidance)
     assert (joint - own).abs().mean() < 0.5 * max((plain - own).abs().mean(), 1e-3) + 0.02
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_region_steps_of_every_token_give_the_clip_of_full_steps(parts, tmp_path, guidance, monkeypatch):
+    pipe = pipeline(parts, transformer=transformer(num_layers=6))
+    fast = attach(pipe, bank=Bank(tmp_path))
+    fast.policy = GENEROUS
+    ask(fast, guidance_scale=guidance)
+    monkeypatch.setattr(engine, "scope_of", lambda region, grid: None)
+    full = ask(fast, "a red cube", guidance_scale=guidance)
+    assert fast.report.decision == "joint" and fast.report.scope.active is None
+    everything = torch.ones(2, 2, 2, dtype=torch.bool)
+    monkeypatch.setattr(engine, "scope_of", lambda region, grid: Scope(everything, everything, everything.float()))
+    partly = ask(fast, "a red cube", guidance_scale=guidance)
+    assert "region" in {row.kind for row in fast.report.steps} and fast.report.scope.active == 1
+    assert (partly - full).abs().max() < 1e-3
+    assert all("forward" not in block.__dict__ for block in pipe.transformer.blocks)
 
 
 def test_the_pipeline_itself_is_untouched_also_after_an_error(parts, tmp_path):

@@ -1,0 +1,161 @@
+"""Region steps: the scope around an evidence region, and a window of layers that computes a part of the tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from carnator_core import backbones
+from carnator_core.bank import Bank
+from carnator_core.gate.policy import Policy
+from carnator_core.grid import TokenGrid, dilate
+from carnator_core.mini import model as mini
+from carnator_core.mini import sample, text
+from carnator_core.pipelines import Generator
+from carnator_core.reuse.plan import Plan, paced_plan
+from carnator_core.reuse.scope import LARGEST, scope_of
+from carnator_core.reuse.window import TokenWindow
+
+GRID = TokenGrid(5, 16, 16)
+TOKENS = 320  # of a clip of 32 pixels
+
+
+# --- scope -------------------------------------------------------------------------------------------------------
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.integers(0, 4), st.integers(0, 15), st.integers(0, 15), st.sampled_from([8, 16, 22, 44]))
+def test_a_scope_surrounds_its_region_frame_by_frame(t, y, x, rows):
+    grid = TokenGrid(5, rows, rows)
+    region = torch.zeros(5, rows, rows, dtype=torch.bool)
+    region[t, min(y, rows - 1), min(x, rows - 1)] = True
+    scope = scope_of(region, grid)
+    assert torch.equal(scope.active, dilate(region, grid.scaled(2)))
+    assert torch.equal(scope.computed, dilate(scope.active, grid.scaled(3)))
+    assert (scope.weight[region] == 1).all() and torch.equal(scope.weight > 0, scope.active)
+    assert not scope.computed[[f for f in range(5) if f != t]].any()
+    wider = dilate(region, 1) & ~region
+    assert (scope.weight[wider] < 1).all() and (scope.weight[wider] >= scope.weight[scope.active & ~region].max()).all()
+    assert torch.equal(scope.computed.flatten()[scope.index], torch.ones(len(scope.index), dtype=torch.bool))
+
+
+def test_no_scope_where_nothing_changes_or_nearly_everything():
+    assert scope_of(torch.zeros(5, 16, 16, dtype=torch.bool), GRID) is None
+    assert scope_of(torch.ones(5, 16, 16, dtype=torch.bool), GRID) is None
+    region = torch.zeros(5, 16, 16, dtype=torch.bool)
+    region[:, :8, :8] = True
+    assert 0.25 < scope_of(region, GRID).computed_share <= LARGEST
+
+
+# --- plan --------------------------------------------------------------------------------------------------------
+
+
+def test_regional_keeps_probe_finish_and_every_nth_computed_step_full():
+    plan = paced_plan([1 - i / 20 for i in range(20)], 1).regional(3)
+    assert str(plan).startswith("##.#.o.o.#")
+    assert plan.skipped == paced_plan(plan.sigmas, 1).skipped and plan.region
+    assert str(paced_plan(plan.sigmas, 1).regional(1)) == str(paced_plan(plan.sigmas, 1))
+    with pytest.raises(ValueError, match="both|cannot"):
+        Plan((1.0, 0.5), frozenset({1}), frozenset({1}))
+
+
+# --- window ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model():
+    return mini.load()
+
+
+@torch.no_grad()
+def predicted(model, window: TokenWindow | None, index: torch.Tensor | None = None, seed: int = 3) -> torch.Tensor:
+    x, cond, uncond = sample.noise([seed], 32), text.encode(["two red balls"]), text.encode([""])
+    if window is None:
+        return sample.guided_x0(model, x, 0.6, cond, uncond, 2.0)
+    window.begin(index)
+    with backbones.find(model).windowed(model, window):
+        return sample.guided_x0(model, x, 0.6, cond, uncond, 2.0)
+
+
+def test_a_full_step_through_the_window_changes_no_bit(model):
+    plain = predicted(model, None)
+    assert torch.equal(predicted(model, TokenWindow(len(model.blocks))), plain)
+    assert torch.equal(predicted(model, None), plain)  # and the model is its own again
+
+
+def test_all_tokens_in_any_order_give_the_full_step(model):
+    plain, window = predicted(model, None), TokenWindow(len(model.blocks))
+    predicted(model, window)
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(1))
+    found = predicted(model, window, order)
+    assert window.was_partial
+    assert (found - plain).abs().max() < 1e-3 * plain.abs().max()
+
+
+def test_without_a_full_step_before_all_tokens_are_computed(model):
+    window = TokenWindow(len(model.blocks))
+    assert torch.equal(predicted(model, window, torch.arange(10)), predicted(model, None))
+    assert not window.was_partial
+
+
+def test_tokens_that_are_not_chosen_take_over_the_last_full_steps_change():
+    window, layers = TokenWindow(10), 10
+    hidden = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
+    chosen = torch.tensor([4, 1])
+
+    def through(hidden, index, scale):
+        window.begin(index)
+        for layer in range(layers):
+            hidden = window.block(layer, hidden, lambda h, _, s=scale: h + s)
+        return hidden
+
+    through(hidden, None, 1.0)
+    later = through(hidden, chosen, 3.0)
+    outside, depth = layers - window.depth, window.depth
+    expected = hidden + 3.0 * outside + 1.0 * depth
+    expected[:, chosen] = hidden[:, chosen] + 3.0 * layers
+    assert torch.allclose(later, expected)
+    assert (window.first, window.last) == (2, 7)
+
+
+def test_the_paper_s_window_of_thirty_layers():
+    window = TokenWindow(30)
+    assert (window.first, window.last) == (6, 24)
+    assert TokenWindow(2).depth == 0  # nothing in the middle
+
+
+def test_the_models_own_blocks_return_after_an_error(model):
+    def broken(*_):
+        raise RuntimeError("out of memory")
+
+    window = TokenWindow(len(model.blocks))
+    window.block = broken
+    with pytest.raises(RuntimeError, match="out of memory"):
+        predicted(model, window)
+    assert all("forward" not in block.__dict__ for block in model.blocks)
+
+
+# --- a run -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_with_region_steps_costs_less_and_says_so(tmp_path):
+    with Bank(tmp_path) as bank:
+        make = Generator(bank)
+        make.policy = Policy("generous", 1.1, 1)
+        prompt = "one small red ball moving left over the sea, steady camera"
+        donor = make(prompt, 7, 32, 12).report.written
+        plan = paced_plan(sample.sigmas(12)[:-1].tolist(), 1)
+        other = prompt.replace("red", "yellow")
+        skipped = make(other, 7, 32, 12, donor=donor, forced=plan)
+        partly = make(other, 7, 32, 12, donor=donor, forced=plan.regional(99))
+    kinds = "".join({"skipped": ".", "region": "o", "dense": "#"}[row.kind] for row in partly.report.steps)
+    assert partly.report.written is None
+    if partly.report.scope.active is None:
+        pytest.skip("the change has no place of its own in today's weights, so there is no region to compute")
+    assert kinds == str(plan.regional(99))
+    assert partly.report.forwards < skipped.report.forwards
+    assert partly.report.scope.evidence <= partly.report.scope.active <= partly.report.scope.context
+    far = (skipped.latent - partly.latent).pow(2).mean()
+    assert 0 < far < 0.1 * skipped.latent.var()
