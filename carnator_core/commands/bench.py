@@ -11,6 +11,8 @@ from typing import Any
 
 MODULES = {  # command -> the module that adds it
     "reuse": "evaluation.bench",
+    "quality": "evaluation.quality",
+    "speed": "evaluation.speed",
     "connectivity": "evaluation.connectivity",
     "attention": "attention.bench",
     "bank": "bank.bench",

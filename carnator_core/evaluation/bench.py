@@ -11,6 +11,7 @@ in faithfulness, carnator less method in PSNR.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -42,6 +43,17 @@ def plan_named(name: str, steps: int) -> Plan:
     if kind == "paced" and number.isdigit():
         return paced_plan(levels, int(number))
     raise ValueError(f"plan {name!r} is unknown for {steps} steps; use paced-R or resume-K with K below the steps")
+
+
+def claim(options: argparse.Namespace, names: Sequence[str]) -> None:
+    """Make the folder `options.out` this run's; ValueError when it holds rows of other settings or weights."""
+    told = {name: getattr(options, name) for name in names}
+    told["weights"] = hashlib.blake2b(options.weights.read_bytes(), digest_size=8).hexdigest()
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "settings.json"
+    if path.is_file() and json.loads(path.read_text()) != told:
+        raise ValueError(f"{options.out} holds rows of other settings ({path}); choose another folder")
+    path.write_text(json.dumps(told))
 
 
 def read_clip(latent: torch.Tensor, scene: world.Scene) -> dict:
@@ -96,7 +108,8 @@ def _by_pair(rows: Sequence[dict], plan: str, method: str) -> dict[int, dict]:
     return {row["seed"]: row for row in rows if row["method"] == method and (method == "dense" or row["plan"] == plan)}
 
 
-def _share(row: dict) -> float:
+def share_right(row: dict) -> float:
+    """Share of attributes that one row was read right in."""
     return sum(row["right"].values()) / len(row["right"])
 
 
@@ -114,13 +127,13 @@ def table(rows: Sequence[dict], plans: dict[str, Plan], methods: Sequence[str]) 
                 "pairs": len(seeds),
                 "steps": len(plan.sigmas),
                 "forwards": len(plan.sigmas) if name == "dense" else plan.forwards,
-                "faithfulness": rounded(interval([_share(mine[s]) for s in seeds])),
+                "faithfulness": rounded(interval([share_right(mine[s]) for s in seeds])),
                 "best_guess": round(sum(mine[s]["guess"] for s in seeds) / len(seeds), 4),
                 "unreadable": round(1 - sum(mine[s]["readable"] for s in seeds) / len(seeds), 4),
                 "psnr": rounded(interval([mine[s]["psnr"] for s in seeds]), 2),
             }
             if dense and name != "dense":
-                line["less_dense"] = rounded(interval([_share(mine[s]) - _share(dense[s]) for s in seeds]))
+                line["less_dense"] = rounded(interval([share_right(mine[s]) - share_right(dense[s]) for s in seeds]))
             if ours and name not in ("dense", "carnator"):
                 line["carnator_gains_db"] = rounded(interval([ours[s]["psnr"] - mine[s]["psnr"] for s in seeds]), 2)
             out.append(line)
@@ -205,7 +218,7 @@ def command(options: argparse.Namespace) -> int:
     methods = list(dict.fromkeys(["dense", *options.methods]))
     kept = None
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
+        claim(options, ("kind", "grid", "steps", "plan", "methods", "split", "seed"))
         kept = options.out / "rows.jsonl"
     wanted = pairs(options.split, options.kind, options.pairs, options.seed)
     rows = run(mini.load(options.weights), wanted, GRIDS[options.grid], plans, methods, kept)

@@ -20,8 +20,12 @@ def sigmas(steps: int, shift: float = SHIFT) -> torch.Tensor:
 
 def noise(seeds: Sequence[int], size: int, frames: int = 5) -> torch.Tensor:
     """Initial noise (B, 16, T, size/2, size/2); row i depends on seeds[i] only."""
-    shape = (codec.CHANNELS, frames, size // codec.BLOCK, size // codec.BLOCK)
-    return torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in seeds])
+    return torch.cat([noise_of(s, (frames, size // codec.BLOCK, size // codec.BLOCK)) for s in seeds])
+
+
+def noise_of(seed: int, latent: tuple[int, int, int]) -> torch.Tensor:
+    """Initial noise (1, 16, T, h, w) for latent sides (T, h, w)."""
+    return torch.randn((1, codec.CHANNELS, *latent), generator=torch.Generator().manual_seed(seed))
 
 
 def guided_x0(

@@ -37,8 +37,16 @@ class Clip:
 class Generator:
     """The embedded model with a bank. Weights are loaded once and digested once."""
 
-    def __init__(self, bank: Bank, policy: str = DEFAULT, weights: Path = mini.WEIGHTS, guidance: float | None = None):
-        self.model = mini.load(weights)
+    def __init__(
+        self,
+        bank: Bank,
+        policy: str = DEFAULT,
+        weights: Path = mini.WEIGHTS,
+        guidance: float | None = None,
+        model: torch.nn.Module | None = None,
+    ):
+        """`model`: another Wan transformer of 16 channels and text rows of 4096 in the embedded one's place."""
+        self.model = mini.load(weights) if model is None else model
         self.backbone = backbones.find(self.model)
         self.bank, self.policy = bank, policy_named(policy)
         self.guidance = sample.GUIDANCE if guidance is None else guidance
@@ -62,15 +70,18 @@ class Generator:
         forced: Plan | None = None,
         on_step: Callable[[int, int], None] | None = None,
         seeds: str = OWN,
+        latent: tuple[int, int, int] | None = None,
+        region: torch.Tensor | None = None,
     ) -> Clip:
         """Generate a clip of `size` x `size` pixels. `on_step(done, steps)` after each step.
 
-        `seeds`: "own", or "donor" to start from the noise of the nearest donor instead.
+        `seeds`: "own", or "donor" to start from the noise of the nearest donor instead. `latent`: (T, h, w) instead of
+        what `size` gives. `region`: as in `Run`.
         """
         levels = sample.sigmas(steps)
 
         def begin(seed: int) -> tuple[torch.Tensor, Request]:
-            noise = sample.noise([seed], size)
+            noise = sample.noise([seed], size) if latent is None else sample.noise_of(seed, latent)
             return noise, self.request(prompt, seed, noise, levels)
 
         x, request = begin(seed)
@@ -79,21 +90,23 @@ class Generator:
         grid = self.backbone.grid_of(self.model, tuple(x.shape))
         taps = Taps(grid, len(request.profile.conditioning))
         layers = len(self.model.blocks)
-        run = Run(request, self.bank, self.policy, grid, taps, donor, forced, layers=layers)
+        run = Run(request, self.bank, self.policy, grid, taps, donor, forced, layers=layers, region=region)
         run.report.warnings.extend(lent[2:] if lent else ())
-        latent = run.exact()
+        result = run.exact()
         try:
-            if latent is None:
-                latent = self._denoise(run, x, levels.tolist(), on_step)
+            if result is None:
+                result = self._denoise(run, x, levels.tolist(), on_step)
         except BaseException as error:
             run.abort(type(error).__name__)
             raise
-        report = run.finish(latent)
-        return Clip(prompt, latent, codec.decode(latent)[0], report, run.evidence)
+        report = run.finish(result)
+        return Clip(prompt, result, codec.decode(result)[0], report, run.evidence)
 
     def _denoise(self, run: Run, x: torch.Tensor, levels: list[float], on_step: Callable | None) -> torch.Tensor:
         """Euler, as `mini.sample` does it without reuse."""
-        cond, uncond = text.encode([run.request.profile.prompt]), text.encode([""])
+        first = next(self.model.parameters())
+        x = x.to(first.device)
+        cond, uncond = (text.encode([p]).to(first) for p in (run.request.profile.prompt, ""))
         for i, (sigma, following) in enumerate(zip(levels[:-1], levels[1:], strict=True)):
             tapped = i == run.probe - 1 and self.bank.mode != "off"
             branches = run.taps.read_branches if tapped and self.guidance != 1 else None

@@ -58,7 +58,8 @@ def kept_levels(steps: int, latent_numel: int) -> list[int]:
 
 class Run:
     """One target. `grid`: the model's token grid; `taps`: what the host's taps write to, if it has any; `layers`: how
-    many blocks the host can send through a `TokenWindow`, 0 for none.
+    many blocks the host can send through a `TokenWindow`, 0 for none; `region`: an evidence region (t, h, w) to take
+    instead of the found one (for measurements).
 
     `donor`: judge this entry alone instead of the nearest ones. `forced`: take this plan with the accepted donor
     whatever the risk (for measurements). `probe`: the probe's share of the schedule instead of the usual one.
@@ -75,6 +76,7 @@ class Run:
         forced: Plan | None = None,
         probe: float | None = None,
         layers: int = 0,
+        region: torch.Tensor | None = None,
     ):
         self.request, self.bank, self.policy, self.grid, self.taps = request, bank, policy, grid, taps
         self._wanted, self._forced = donor, forced
@@ -92,6 +94,7 @@ class Run:
         self._scope: Scope | None = None
         self._weight: torch.Tensor | None = None  # of the scope, for every latent position
         self._window = TokenWindow(layers) if layers else None
+        self._region = region
         self._spread: float | None = None
         self._seen: set[int] = set()
         self._keep = set(kept_levels(self.steps, math.prod(request.identity.latent_shape)))
@@ -351,7 +354,8 @@ class Run:
 
     def _with_scope(self, plan: Plan) -> Plan:
         """The plan with regions, where the change has a place of its own and the model has layers to spare."""
-        scope = scope_of(self.evidence.region, self.grid) if self._window and self._window.depth else None
+        region = self.evidence.region if self._region is None else self._region
+        scope = scope_of(region, self.grid) if self._window and self._window.depth else None
         if scope is None:
             return replace(plan, region=frozenset())
         plan = plan if self._forced else plan.regional(REFRESH)

@@ -156,6 +156,33 @@ def test_a_donor_id_from_a_report_reproduces_the_clip(host, model, cache):
     assert same(sampled(host, pinned, OTHER), joint)
 
 
+@pytest.mark.parametrize("cfg", [4.0, 1.0])
+def test_region_steps_of_every_token_give_the_clip_of_full_steps(host, model, cache, cfg, monkeypatch):
+    """Half of the tokens give another clip, at less cost; afterwards the model is the host's own."""
+    engine, scope = (host.module(f"carnator_core.reuse.{name}") for name in ("engine", "scope"))
+    fast = reusing(host, model, cache)
+    plain = sampled(host, fast, cfg=cfg)
+
+    def joint(chosen) -> tuple[dict, dict]:
+        made = None if chosen is None else scope.Scope(chosen, chosen, chosen.float())
+        monkeypatch.setattr(engine, "scope_of", lambda region, grid: made)
+        out = sampled(host, fast, OTHER, cfg=cfg)
+        return out, report(host, fast, out)
+
+    full, told = joint(None)
+    everything = torch.ones(5, 8, 8, dtype=torch.bool)
+    partly, told_partly = joint(everything)
+    assert told["decision"] == told_partly["decision"] == "joint" and told_partly["scope"]["active"] == 1
+    assert "region" in {row["kind"] for row in told_partly["steps"]}
+    assert (partly["samples"] - full["samples"]).abs().max() < 1e-3 * full["samples"].abs().max()
+    half = everything.clone()
+    half[..., 4:] = False
+    other, told_half = joint(half)
+    assert told_half["forwards"] < told["forwards"] and not same(other, full)
+    monkeypatch.undo()
+    assert same(sampled(host, model, cfg=cfg), plain)
+
+
 def test_by_opt_in_a_run_takes_the_donors_seed_and_is_what_that_seed_gives(host, model, cache):
     fast = reusing(host, model, cache)
     sampled(host, fast)

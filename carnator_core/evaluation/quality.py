@@ -1,0 +1,190 @@
+"""Quality of whole runs, as a user gets them: `bench quality` drives the pipeline itself, bank, gate and all.
+
+python -m carnator_core bench quality --out DIR [--pairs 64] [--grid large] [--plan policy paced-2 paced-2-r3] [--json]
+
+Every pair: the donor's run fills an empty bank, the target's own dense run is the truth, then the target runs once a
+plan. "policy" is the plan that the gate chooses; other names (see `bench reuse`) are forced whatever the risk, and
+-rN behind one lets every N-th computed step between skipped ones be full while the others compute a region.
+
+DIR/rows.jsonl keeps one line a pair and plan (an interrupted run goes on there), DIR/table.json the table, and
+DIR/plan.json the typical plan of each name: that of the pair with the median cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from ..bank import Bank
+from ..gate.policy import DEFAULT, POLICIES
+from ..mini import model as mini
+from ..mini import sample, world
+from ..mini.evaluate import GRIDS
+from ..mini.seeds import RANGES
+from ..pipelines import Generator
+from ..reuse.plan import Plan
+from .bench import PEAK, claim, plan_named, read_clip, share_right
+from .metrics import interval, psnr_each, rounded
+from .traces import KINDS, Pair, pairs
+
+POLICY = "policy"
+DENSE = "dense"
+
+
+def forced_plan(name: str, steps: int) -> Plan | None:
+    """The plan of a name, None for the gate's own. ValueError for an unknown one."""
+    if name == POLICY:
+        return None
+    base, _, refresh = name.partition("-r") if not name.startswith("resume") else (name, "", "")
+    if refresh and not refresh.isdigit():
+        raise ValueError(f"plan {name!r}: behind -r stands a number")
+    return plan_named(base, steps).regional(int(refresh) if refresh else 1)
+
+
+def measure_pair(make: Generator, pair: Pair, size: int, steps: int, plans: dict[str, Plan | None]) -> list[dict]:
+    """One row for the dense run and one a plan."""
+    for info in make.bank.ls():
+        make.bank.remove(info.id)
+    donor = make(pair.donor_prompt, pair.donor_seed, size, steps).report.written
+    truth = sample.sample(make.model, [pair.prompt], [pair.seed], size, steps, make.guidance)
+    told = {"seed": pair.seed, "kind": pair.kind, "changed": pair.changed}
+    rows = [told | {"plan": DENSE, "cost": steps} | read_clip(truth, pair.target)]
+    for name, plan in plans.items():
+        clip = make(pair.prompt, pair.seed, size, steps, donor=donor if plan else None, forced=plan)
+        report = clip.report
+        if report.written:
+            make.bank.remove(report.written)
+        rows.append(
+            told
+            | {"plan": name, "decision": report.decision, "risk": report.risk, "cost": report.forwards}
+            | {"psnr": psnr_each(clip.latent, truth, PEAK)[0]}
+            | {"scope": [report.scope.evidence, report.scope.active, report.scope.context]}
+            | {"steps": [[row.sigma, row.kind, row.cost] for row in report.steps]}
+            | read_clip(clip.latent, pair.target)
+        )
+    return rows
+
+
+def run(make: Generator, wanted: Sequence[Pair], size: int, steps: int, plans: dict, kept: Path) -> list[dict]:
+    """Rows of all pairs; `kept` is a file of rows from before, extended as they come."""
+    found = [json.loads(line) for line in kept.read_text().splitlines()] if kept.is_file() else []
+    rows = {(row["seed"], row["plan"]): row for row in found}
+    left = [pair for pair in wanted if any((pair.seed, name) not in rows for name in (DENSE, *plans))]
+    done = len(wanted) - len(left)
+    for pair in tqdm(left, total=len(wanted), initial=done, unit="pair", disable=not sys.stderr.isatty()):
+        fresh = measure_pair(make, pair, size, steps, plans)
+        rows |= {(row["seed"], row["plan"]): row for row in fresh}
+        with kept.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in fresh)
+    return [rows[pair.seed, name] for pair in wanted for name in (DENSE, *plans)]
+
+
+def line_of(name: str, mine: Sequence[dict], dense: dict[int, dict], steps: int) -> dict:
+    """One plan's line: paired faithfulness less dense, its worst attribute, PSNR, and what the runs cost."""
+    hits = [row for row in mine if row.get("decision", "joint") in ("joint", "exact")]
+    line = {
+        "plan": name,
+        "pairs": len(mine),
+        "hits": len(hits),
+        "cost": round(sum(row["cost"] for row in mine) / len(mine), 2),
+        "hit_cost": round(sum(row["cost"] for row in hits) / len(hits), 2) if hits else None,
+        "steps": steps,
+        "faithfulness": rounded(interval([share_right(row) for row in mine])),
+        "best_guess": round(sum(row["guess"] for row in mine) / len(mine), 4),
+        "unreadable": round(1 - sum(row["readable"] for row in mine) / len(mine), 4),
+    }
+    if name == DENSE or not hits:
+        return line
+    less = [share_right(row) - share_right(dense[row["seed"]]) for row in hits]
+    by_attribute = {
+        word: sum(row["right"][word] - dense[row["seed"]]["right"][word] for row in hits) / len(hits)
+        for word in world.ATTRIBUTES
+    }
+    worst = min(by_attribute, key=by_attribute.get)
+    return line | {
+        "hits_less_dense": rounded(interval(less)),
+        "worst_attribute": [worst, round(by_attribute[worst], 4)],
+        "psnr": rounded(interval([row["psnr"] for row in hits]), 2),
+        "active": _mean([row["scope"][1] for row in hits]),
+        "computed": _mean([row["scope"][2] for row in hits]),
+        "with_region": sum(row["scope"][1] is not None for row in hits),
+    }
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return round(sum(known) / len(known), 4) if known else None
+
+
+def typical(mine: Sequence[dict]) -> dict | None:
+    """The plan of the hit with the median cost, a row a step."""
+    hits = sorted((row for row in mine if row.get("decision") == "joint"), key=lambda row: row["cost"])
+    if not hits:
+        return None
+    row = hits[len(hits) // 2]
+    evidence, active, computed = row["scope"]
+    steps = [{"sigma": s, "kind": kind, "cost": round(cost, 4)} for s, kind, cost in row["steps"]]
+    return {"steps": steps, "evidence": evidence, "active": active, "computed": computed, "seed": row["seed"]}
+
+
+def printed(lines: Sequence[dict]) -> str:
+    text = [f"{'plan':12} {'hits':>9} {'cost':>6} {'faithful':>8} {'less dense':>24} {'psnr dB':>8} {'region':>7}"]
+    for line in lines:
+        less = line.get("hits_less_dense")
+        cells = f"{less[0]:+.4f} [{less[1]:+.4f}, {less[2]:+.4f}]" if less else ""
+        region = f"{line['active']:.2f}" if line.get("active") else ""
+        close = f"{line['psnr'][0]:.2f}" if "psnr" in line else ""
+        cost = line["hit_cost"] if line["hit_cost"] is not None else line["cost"]
+        text.append(
+            f"{line['plan']:12} {line['hits']:>3} of {line['pairs']:<3} {cost:>5.1f} {line['faithfulness'][0]:>8.3f} "
+            f"{cells:>24} {close:>8} {region:>7}"
+        )
+    return "\n".join(text)
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """The `quality` command below `bench`."""
+    parser = subparsers.add_parser("quality", help="whole runs against their own dense clips")
+    parser.add_argument("--out", type=Path, required=True, help="folder for rows, table and plan")
+    parser.add_argument("--pairs", type=int, default=64)
+    parser.add_argument("--kind", choices=KINDS, default="one-word")
+    parser.add_argument("--grid", choices=GRIDS, default="large")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--plan", nargs="+", default=[POLICY], help="policy, paced-R, paced-R-rN or resume-K")
+    parser.add_argument("--policy", choices=POLICIES, default=DEFAULT)
+    parser.add_argument("--split", choices=RANGES, default="proof")
+    parser.add_argument("--seed", type=int, default=0, help="0 to 99: which pairs and noises of the split")
+    parser.add_argument("--weights", type=Path, default=mini.WEIGHTS)
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(run=command)
+    return parser
+
+
+@torch.no_grad()
+def command(options: argparse.Namespace) -> int:
+    """Returns the exit code; ValueError for a bad plan."""
+    if options.pairs < 1 or not 0 <= options.seed < 100:
+        raise ValueError("--pairs must be at least 1 and --seed from 0 to 99")
+    plans = {name: forced_plan(name, options.steps) for name in options.plan}
+    claim(options, ("kind", "grid", "steps", "policy", "split", "seed"))
+    wanted = pairs(options.split, options.kind, options.pairs, options.seed)
+    with tempfile.TemporaryDirectory() as folder, Bank(folder) as bank:
+        make = Generator(bank, options.policy, options.weights)
+        rows = run(make, wanted, GRIDS[options.grid], options.steps, plans, options.out / "rows.jsonl")
+    dense = {row["seed"]: row for row in rows if row["plan"] == DENSE}
+    groups = {name: [row for row in rows if row["plan"] == name] for name in (DENSE, *plans)}
+    lines = [line_of(name, mine, dense, options.steps) for name, mine in groups.items()]
+    told = {n: getattr(options, n) for n in ("pairs", "kind", "grid", "steps", "policy", "split", "seed")}
+    result = {**told, "table": lines}
+    (options.out / "table.json").write_text(json.dumps(result, indent=1))
+    found = {name: typical(groups[name]) for name in plans}
+    (options.out / "plan.json").write_text(json.dumps({**told, "plans": found}, indent=1))
+    print(json.dumps(result) if options.json else printed(lines))
+    return 0

@@ -1,0 +1,68 @@
+"""`bench quality` and `bench speed`: one plan, its quality and its time, from the command line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from carnator_core.__main__ import main
+from carnator_core.evaluation.quality import forced_plan
+from carnator_core.evaluation.speed import latent_of, plan_of, region_of
+from carnator_core.grid import TokenGrid
+from carnator_core.reuse.scope import scope_of
+
+QUALITY = ["bench", "quality", "--grid", "small", "--pairs", "2", "--steps", "6", "--split", "fit"]
+
+
+def test_plans_by_name():
+    assert forced_plan("policy", 20) is None
+    assert str(forced_plan("paced-1", 20)).startswith("##.#.#")
+    assert str(forced_plan("paced-1-r3", 20)).startswith("##.#.o.o.#")
+    assert str(forced_plan("resume-9", 20)) == "##......." + "#" * 11
+    for bad in ("paced-1-rx", "paced-1-r0", "slow"):
+        with pytest.raises(ValueError):
+            forced_plan(bad, 20)
+
+
+@pytest.mark.parametrize("tokens", [320, 4680, 4681])
+def test_a_latent_has_at_least_the_tokens_asked_for_and_few_more(tokens):
+    grid = TokenGrid.of_latent(latent_of(tokens))
+    assert tokens <= grid.tokens < 1.15 * tokens + 60
+
+
+@pytest.mark.parametrize("computed", [0.2, 0.35, 0.5])
+def test_a_region_of_a_wanted_size(computed):
+    grid = TokenGrid.of_latent(latent_of(4680))
+    assert abs(scope_of(region_of(grid, computed), grid).computed_share - computed) < 0.06
+
+
+def test_quality_writes_rows_and_a_plan_that_speed_runs(tmp_path, capsys):
+    out = tmp_path / "quality"
+    assert main([*QUALITY, "--out", str(out), "--plan", "policy", "paced-1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    lines = {line["plan"]: line for line in told["table"]}
+    assert set(lines) == {"dense", "policy", "paced-1"} and lines["paced-1"]["hits"] == 2
+    assert lines["paced-1"]["cost"] < lines["dense"]["cost"] == 6
+    assert len(lines["paced-1"]["hits_less_dense"]) == 3
+    before = (out / "rows.jsonl").read_text()
+    assert main([*QUALITY, "--out", str(out), "--plan", "policy", "paced-1"]) == 0  # goes on, and there is nothing left
+    assert (out / "rows.jsonl").read_text() == before and "paced-1" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*QUALITY[:-1], "proof", "--out", str(out), "--plan", "policy"])
+    assert "other settings" in capsys.readouterr().err
+
+    plan, _ = plan_of(out / "plan.json", "paced-1")
+    assert str(plan) == str(forced_plan("paced-1", 6))
+    speed = ["bench", "speed", "--plan", str(out / "plan.json"), "--name", "paced-1", "--tokens", "80"]
+    assert main([*speed, "--repeats", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kinds"] == str(plan) and found["dit_speedup"] > 0 and 0 <= found["miss_overhead"] < 1
+    assert found["parts"].keys() == {"model", "carnator"}
+
+
+def test_speed_without_a_plan_says_what_writes_one(tmp_path, capsys):
+    (tmp_path / "plan.json").write_text('{"plans": {"policy": null}}')
+    with pytest.raises(SystemExit):
+        main(["bench", "speed", "--plan", str(tmp_path / "plan.json")])
+    assert "bench quality" in capsys.readouterr().err
