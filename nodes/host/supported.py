@@ -41,8 +41,11 @@ def _model(guider: Any) -> str | None:
     model = guider.model_patcher.model
     if type(model).__name__ not in MODELS:
         return f"the model is of the kind {type(model).__name__}; known are {', '.join(MODELS)}"
-    if getattr(model, "image_to_video", False):
-        return "an image-to-video model starts from a picture, which is not supported yet"
+    inner = model.diffusion_model
+    if (
+        inner.in_dim != inner.out_dim
+    ):  # the flag image_to_video says nothing: Wan 2.2 5B, which does both, always has it
+        return "the model takes a picture or a control video beside the latent, which is not supported yet"
     if type(guider).__name__ not in GUIDERS:
         return f"the guider {type(guider).__name__} combines predictions in its own way"
     return None
