@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from . import wan
+from . import cogvideox, hunyuan, ltx, wan
 
-ALL = (wan,)
+ALL = (wan, ltx, hunyuan, cogvideox)
 PIPELINES = tuple(name for backbone in ALL for name in backbone.PIPELINES)
 
 

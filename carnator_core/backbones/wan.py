@@ -5,16 +5,16 @@ The latter stands in through diffusers' own attention processors and goes back t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
-from ..attention.choice import Dense
 from ..grid import TokenGrid
 from ..reuse.window import TokenWindow
 from ..signature.taps import Taps, middle_layer
+from .common import Attend, StandIn, of_tokens, standing_in, through_window
 
 NAME = "wan"
 PIPELINES = ("WanPipeline",)  # classes of diffusers that `pipelines.attach` drives
@@ -31,7 +31,8 @@ def grid_of(transformer: torch.nn.Module, latent_shape: tuple[int, ...]) -> Toke
     return TokenGrid.of_latent(latent_shape, tuple(transformer.config.patch_size))
 
 
-Attend = Callable[[int, Dense, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # layer, dense, q, k, v
+def blocks_of(transformer: torch.nn.Module) -> list[torch.nn.Module]:
+    return list(transformer.blocks)
 
 
 def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -81,75 +82,34 @@ def tapped(transformer: torch.nn.Module, taps: Taps, row: int = 0) -> Iterator[N
             handle.remove()
 
 
-class _SelfAttention:
-    """A processor in the place of one block's own: `attend` gets what the softmax would see, (b, heads, s, d) each."""
+class _SelfAttention(StandIn):
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None, **more):
+        given = dict(hidden_states=hidden_states, encoder_hidden_states=encoder_hidden_states, **more)
+        return self.answer(attn, given | dict(attention_mask=attention_mask, rotary_emb=rotary_emb))
 
-    def __init__(self, layer: int, own: Callable, attend: Attend):
-        self.layer, self.own, self.attend = layer, own, attend
-
-    def __call__(self, attention, hidden, text=None, mask=None, rotary=None, **more):
-        if text is not None or mask is not None or rotary is None or more or _is_parallel(self.own):
-            return self.own(attention, hidden, text, mask, rotary, **more)
+    def begin(self, attention, given):
+        hidden, rotary = given["hidden_states"], given.get("rotary_emb")
+        if any(given.get(name) is not None for name in ("encoder_hidden_states", "attention_mask")) or rotary is None:
+            return None
         q, k = attention.norm_q(attention.to_q(hidden)), attention.norm_k(attention.to_k(hidden))
         q, k, v = (x.unflatten(2, (attention.heads, -1)).transpose(1, 2) for x in (q, k, attention.to_v(hidden)))
-        q, k = _rotated(q, rotary), _rotated(k, rotary)
-        out = self.attend(self.layer, partial(_dense, self.own), q, k, v).transpose(1, 2).flatten(2, 3)
-        return attention.to_out[1](attention.to_out[0](out.type_as(hidden)))
+        return _rotated(q, rotary), _rotated(k, rotary), v
+
+    def end(self, attention, given, out):
+        out = out.transpose(1, 2).flatten(2, 3).type_as(given["hidden_states"])
+        return attention.to_out[1](attention.to_out[0](out))
 
 
-def _is_parallel(own: Callable) -> bool:
-    return getattr(own, "_parallel_config", None) is not None
+def attending(transformer: torch.nn.Module, attend: Attend) -> AbstractContextManager[None]:
+    """Within the block, `attend` answers every self-attention. Cross-attention stays the model's own."""
+    return standing_in([block.attn1 for block in transformer.blocks], _SelfAttention, attend)
 
 
-def _dense(own: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The attention that diffusers would have computed, by the backend that is set for it."""
-    from diffusers.models.attention_dispatch import dispatch_attention_fn
-
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return dispatch_attention_fn(q, k, v, backend=getattr(own, "_attention_backend", None)).transpose(1, 2)
+def _part(given: dict[str, Any], index: torch.Tensor) -> dict[str, Any]:
+    time, rotary = given["temb"], tuple(r[:, index] for r in given["rotary_emb"])
+    return {"rotary_emb": rotary, "temb": of_tokens(time, index) if time.ndim == 4 else time}  # Wan 2.2 5B
 
 
-@contextmanager
-def attending(transformer: torch.nn.Module, attend: Attend) -> Iterator[None]:
-    """Within the block, `attend(layer, dense, q, k, v)` answers every self-attention, q, k, v (b, heads, s, d).
-
-    `dense(q, k, v)` is the attention that the model would have used. Cross-attention, masked attention and attention
-    that is split over devices stay the model's own.
-    """
-    own = [block.attn1.processor for block in transformer.blocks]
-    try:
-        for layer, block in enumerate(transformer.blocks):
-            block.attn1.processor = _SelfAttention(layer, own[layer], attend)
-        yield
-    finally:
-        for block, processor in zip(transformer.blocks, own, strict=True):
-            block.attn1.processor = processor
-
-
-@contextmanager
-def windowed(transformer: torch.nn.Module, window: TokenWindow) -> Iterator[None]:
+def windowed(transformer: torch.nn.Module, window: TokenWindow) -> AbstractContextManager[None]:
     """Within the block, every transformer block goes through `window`."""
-
-    def through(layer: int, own: Callable) -> Callable:
-        def forward(hidden, text, temb, rotary):
-            def run(hidden: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-                if index is None:
-                    return own(hidden, text, temb, rotary)
-                own_time = temb[:, index] if temb.ndim == 4 else temb  # Wan 2.2 5B has a time for each token
-                return own(hidden, text, own_time, tuple(r[:, index] for r in rotary))
-
-            return window.block(layer, hidden, run)
-
-        return forward
-
-    before = [block.__dict__.get("forward") for block in transformer.blocks]
-    try:
-        for layer, block in enumerate(transformer.blocks):
-            block.forward = through(layer, block.forward)
-        yield
-    finally:
-        for block, forward in zip(transformer.blocks, before, strict=True):
-            if forward is None:
-                del block.forward
-            else:
-                block.forward = forward
+    return through_window(blocks_of(transformer), window, _part)

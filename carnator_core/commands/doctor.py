@@ -216,7 +216,7 @@ def _pipelines() -> tuple[list[dict[str, Any]], list[str]]:
     for name, more, note in PIPELINES:
         reason = Attached(_outside(name, **more), None).unsupported()
         found.append({"pipeline": name, "note": note, "supported": reason is None, "why_not": reason})
-    names = ", ".join(backbone.NAME for backbone in backbones.ALL)
+    names = ", ".join(backbone.NAME for backbone in backbones.ALL if backbone.PIPELINES)
     return [{**row, "backbones": names} if row["supported"] else row for row in found], []
 
 

@@ -60,7 +60,7 @@ class Seen:
         """What stands in for attention at one step: reads, and lets the model's own answer."""
         mass, qkv = self.mass.setdefault(step, {}), self.qkv.setdefault(step, {})
 
-        def attend(layer: int, dense: Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(layer: int, dense: Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text=None):
             blocks = default_blocks(q.shape[2])
             for branch in range(len(q)) if layer >= FIRST_DENSE else ():
                 rows = sample_rows(q.shape[2], blocks[0])

@@ -26,7 +26,7 @@ def predicted(model) -> torch.Tensor:
 def test_dense_attention_in_the_models_place_changes_no_bit(model):
     plain, seen = predicted(model), []
 
-    def attend(layer, dense, q, k, v):
+    def attend(layer, dense, q, k, v, text=None):
         seen.append((layer, tuple(q.shape)))
         return dense(q, k, v)
 
@@ -41,7 +41,7 @@ def test_a_full_mask_is_dense_attention_and_a_sparse_one_is_not(model):
     plain = predicted(model)
 
     def masked(mask):
-        def attend(layer, dense, q, k, v):
+        def attend(layer, dense, q, k, v, text=None):
             return sparse_attention(q, k, v, mask)
 
         with backbones.find(model).attending(model, attend):
@@ -57,7 +57,7 @@ def test_a_full_mask_is_dense_attention_and_a_sparse_one_is_not(model):
 def test_the_models_own_attention_returns_after_an_error(model):
     before = [block.attn1.processor for block in model.blocks]
 
-    def broken(*_):
+    def broken(*_, **__):
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"), backbones.find(model).attending(model, broken):

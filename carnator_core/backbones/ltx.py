@@ -1,0 +1,66 @@
+"""LTX-Video in diffusers: visual tokens alone in self-attention, text in masked cross-attention."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ..grid import TokenGrid
+from ..reuse.window import TokenWindow
+from .common import Attend, StandIn, of_tokens, standing_in, through_window
+
+NAME = "ltx"
+PIPELINES: tuple[str, ...] = ()
+
+
+def takes(transformer: torch.nn.Module) -> bool:
+    return type(transformer).__name__ == "LTXVideoTransformer3DModel"
+
+
+def grid_of(transformer: torch.nn.Module, latent_shape: tuple[int, ...]) -> TokenGrid:
+    """Of a latent (..., T, H, W) before the pipeline packs it."""
+    config = transformer.config
+    return TokenGrid.of_latent(latent_shape, (config.patch_size_t, config.patch_size, config.patch_size))
+
+
+def blocks_of(transformer: torch.nn.Module) -> list[torch.nn.Module]:
+    return list(transformer.transformer_blocks)
+
+
+class _SelfAttention(StandIn):
+    def __call__(
+        self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None, **more
+    ):
+        given = dict(hidden_states=hidden_states, encoder_hidden_states=encoder_hidden_states, **more)
+        return self.answer(attn, given | dict(attention_mask=attention_mask, image_rotary_emb=image_rotary_emb))
+
+    def begin(self, attention, given):
+        from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
+
+        hidden, rotary = given["hidden_states"], given.get("image_rotary_emb")
+        if any(given.get(name) is not None for name in ("encoder_hidden_states", "attention_mask")) or rotary is None:
+            return None
+        q, k = attention.norm_q(attention.to_q(hidden)), attention.norm_k(attention.to_k(hidden))
+        qkv = apply_rotary_emb(q, rotary), apply_rotary_emb(k, rotary), attention.to_v(hidden)
+        return tuple(x.unflatten(2, (attention.heads, -1)).transpose(1, 2) for x in qkv)
+
+    def end(self, attention, given, out):
+        out = out.transpose(1, 2).flatten(2, 3).to(given["hidden_states"].dtype)
+        return attention.to_out[1](attention.to_out[0](out))
+
+
+def attending(transformer: torch.nn.Module, attend: Attend) -> AbstractContextManager[None]:
+    """Within the block, `attend` answers every self-attention. Cross-attention stays the model's own."""
+    return standing_in([block.attn1 for block in blocks_of(transformer)], _SelfAttention, attend)
+
+
+def _part(given: dict[str, Any], index: torch.Tensor) -> dict[str, Any]:
+    rotary = tuple(r[:, index] for r in given["image_rotary_emb"])
+    return {"image_rotary_emb": rotary, "temb": of_tokens(given["temb"], index)}
+
+
+def windowed(transformer: torch.nn.Module, window: TokenWindow) -> AbstractContextManager[None]:
+    """Within the block, every transformer block goes through `window`."""
+    return through_window(blocks_of(transformer), window, _part)
