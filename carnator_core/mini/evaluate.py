@@ -6,7 +6,7 @@ Captions are of the proof split, never seen in training. `best_guess` is the mea
 the judge asks whether a clip fits well enough to be read at all. `unsafe_null` is how often a reading flips between 50
 and 46 dense steps of the same request: the noise floor of every claim about reuse. `headroom` (large grid) is what a
 donor has to give, see `headroom()`. `--few-step` evaluates the few-step companion, which leaves no steps to compare
-with: these two figures are then empty.
+with: these two figures are then empty. `fit_error` is the median.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import random
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -153,7 +154,7 @@ def evaluate(
         "by_attribute": by_attribute,
         "best_guess": guesses(measures, scenes),
         "unreadable": sum(None in v.attributes.values() for v in verdicts) / len(verdicts),
-        "fit_error": sum(v.fit_error for v in verdicts) / len(verdicts),
+        "fit_error": statistics.median(v.fit_error for v in verdicts),
         "unsafe_null": null,
         "headroom": headroom(model, pairs, size, steps, seed) if grid == "large" and pairs and not few else None,
         "captions": captions,
@@ -177,21 +178,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--split", choices=RANGES, default="proof")
     parser.add_argument("--pairs", type=int, default=12, help="one-word pairs for the headroom on the large grid")
     parser.add_argument("--weights", type=Path, default=mini.WEIGHTS)
+    text = "of the matrix products; bfloat16 is several times faster on a CPU with AMX (default: %(default)s)"
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON only")
     options = parser.parse_args(argv)
     if options.captions < 1 or not 0 <= options.seed < 100:
         parser.error("--captions must be at least 1 and --seed from 0 to 99")
     model = few_step.load(options.weights, options.lora) if options.few_step else mini.load(options.weights)
-    result = evaluate(
-        model,
-        options.captions,
-        options.grid,
-        options.steps,
-        options.seed,
-        options.split,
-        options.pairs,
-        options.few_step,
-    )
+    with torch.autocast("cpu", torch.bfloat16, enabled=options.dtype == "bfloat16"):
+        result = evaluate(
+            model,
+            options.captions,
+            options.grid,
+            options.steps,
+            options.seed,
+            options.split,
+            options.pairs,
+            options.few_step,
+        )
+    result |= {"split": options.split, "dtype": options.dtype}
     if options.json:
         print(json.dumps(result))
     else:

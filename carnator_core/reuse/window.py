@@ -12,13 +12,14 @@ from collections.abc import Callable, Hashable
 import torch
 
 BEFORE, BEHIND = 0.2, 0.17  # shares of the layers outside the window: 6 and 5 of 30
+BYTES = 2**28  # that a run keeps on the model's device for each forward of a step; what is larger waits on the CPU
 
 
 class TokenWindow:
     """State of one sampling run; a host calls `begin` before each step and sends every block through `block`.
 
     `layers`: how many blocks the transformer has. The window costs memory: one hidden state (tokens x width, in the
-    model's dtype) for each guidance branch.
+    model's dtype) for each guidance branch, on the model's device up to `BYTES`.
     """
 
     def __init__(self, layers: int):
@@ -70,7 +71,9 @@ class TokenWindow:
         if not self._partial:
             out = run(hidden, None)
             if layer == self.last and self._index is None:
-                self._changes[self._forward] = out - self._entry
+                change = out - self._entry
+                large = change.numel() * change.element_size() > BYTES
+                self._changes[self._forward] = change.cpu() if large else change
             return out
         index = self._index.to(hidden.device)
         out = run(hidden[:, index] if layer == self.first else hidden, index)
@@ -84,7 +87,7 @@ class TokenWindow:
         self._partial = self._index is not None and known is not None and known.shape == hidden.shape
 
     def _scattered(self, out: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        full = self._entry + self._changes[self._forward]
+        full = self._entry + self._changes[self._forward].to(out.device)
         full[:, index] = out
         return full
 

@@ -14,8 +14,9 @@ from ..grid import TokenGrid, dilate, smooth
 from .agreement import agreement
 from .alignment import Alignment, align
 from .early import EarlySignature
+from .taps import pieces
 
-SEEDS = 0.05  # share of tokens that become seeds, and as many noise seeds
+SEEDS, MOST_SEEDS = 0.05, 256  # share of tokens that become seeds, and as many noise seeds; and how many at most
 FLOOR, SHARPNESS = 0.1, 1.0  # epsilon and gamma of the paper's fusion; it does not publish its own
 LOW, HIGH = 0.35, 0.6  # hysteresis: a region holds a token above HIGH and all that hangs on it above LOW
 DIFFERENT = 0.35  # root mean square x0 difference, in deviations of x0, at which a token counts as different
@@ -61,9 +62,10 @@ def expand(seeds: torch.Tensor, noise: torch.Tensor, q: torch.Tensor, k: torch.T
     the same for both and only scales a row.
     """
     scale = q.shape[-1] ** -0.5
-    to_seed = (q.float() @ k[:, seeds].float().mT * scale).amax(-1)
-    to_noise = (q.float() @ k[:, noise].float().mT * scale).amax(-1)
-    return torch.tanh(to_seed - to_noise).mean(0)
+    near, far = (k[:, index].float().mT * scale for index in (seeds, noise))
+    rows = q.split(pieces(k.shape[0] * len(seeds)), dim=1)
+    strongest = [(part.float() @ near).amax(-1) - (part.float() @ far).amax(-1) for part in rows]
+    return torch.tanh(torch.cat(strongest, dim=1)).mean(0)
 
 
 def fused(cross: torch.Tensor, self_qk: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
@@ -71,7 +73,7 @@ def fused(cross: torch.Tensor, self_qk: tuple[torch.Tensor, torch.Tensor] | None
     if self_qk is None:
         return cross
     flat = cross.flatten()
-    count = max(1, round(SEEDS * flat.numel()))
+    count = min(MOST_SEEDS, max(1, round(SEEDS * flat.numel())))
     order = flat.argsort()
     spread = normalised(expand(order[-count:], order[:count], *self_qk)).reshape(cross.shape)
     return normalised(spread * (FLOOR + (1 - FLOOR) * cross**SHARPNESS))

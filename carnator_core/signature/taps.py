@@ -10,7 +10,8 @@ import torch
 
 from ..grid import TokenGrid
 
-ROWS_AT_ONCE = 4096  # visual tokens whose text attention is computed together, which bounds memory
+SCRATCH = 2**26  # bytes of attention that are held at a time
+MOST_HEADS = 8  # whose queries and keys are copied; Wan 14B's forty would take 1.5 GB at 720p
 
 
 def middle_layer(layers: int) -> int:
@@ -23,11 +24,16 @@ def text_attention(q: torch.Tensor, k: torch.Tensor, rows: int) -> torch.Tensor:
 
     q (heads, tokens, d), k (heads, text rows, d); the softmax runs over all text rows, as the model's own does.
     """
-    scale, parts = q.shape[-1] ** -0.5, []
-    for piece in q.float().split(ROWS_AT_ONCE, dim=1):
-        weights = torch.softmax(piece @ k.float().mT * scale, dim=-1)
+    keys, parts = k.float().mT * q.shape[-1] ** -0.5, []
+    for piece in q.split(pieces(k.shape[0] * k.shape[1]), dim=1):
+        weights = torch.softmax(piece.float() @ keys, dim=-1)
         parts.append(weights[..., :rows].mean(0))
     return torch.cat(parts).mT
+
+
+def pieces(columns: int) -> int:
+    """How many rows of so many float32 columns stay within `SCRATCH`; at least one."""
+    return max(1, SCRATCH // (4 * columns))
 
 
 class Taps:
@@ -46,9 +52,10 @@ class Taps:
             self.cross = maps.reshape(self.rows, self.grid.t, self.grid.h, self.grid.w)
 
     def read_self(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        """q, k (heads, tokens, d); copied, as hosts reuse their buffers."""
+        """q, k (heads, tokens, d); copied, as hosts reuse their buffers, from at most `MOST_HEADS` heads."""
         if q.shape[1] == k.shape[1] == self.grid.tokens:
-            self.self_qk = (q.detach().clone(), k.detach().clone())
+            heads = slice(None, None, -(-q.shape[0] // MOST_HEADS))
+            self.self_qk = (q[heads].detach().clone(), k[heads].detach().clone())
 
     def read_branches(self, cond: torch.Tensor, uncond: torch.Tensor) -> None:
         """Where the prompt acts: root mean square difference of the two branches, both (1, C, T, H, W)."""

@@ -94,6 +94,6 @@ def test_evaluate_prints_its_contract(capsys):
     result = json.loads(capsys.readouterr().out)
     assert set(result) == {
         "mean", "by_attribute", "best_guess", "unreadable", "fit_error", "unsafe_null",
-        "headroom", "captions", "grid", "steps", "seed",
+        "headroom", "captions", "grid", "steps", "seed", "split", "dtype",
     }  # fmt: skip
     assert 0 <= result["mean"] <= 1 and result["captions"] == 2
