@@ -34,7 +34,7 @@ from ..signature.evidence import Evidence, gather
 from ..signature.taps import Taps
 from .answer import MEMORY, DonorAnswer
 from .plan import Plan, dense_plan, paced_plan
-from .scope import Scope, scope_of
+from .region import RegionSteps
 from .trajectory import Trajectory
 from .window import TokenWindow
 
@@ -91,10 +91,8 @@ class Run:
         self._tainted = ""  # why this run must not become a donor
         self._stopped = ""  # why reuse ended early
         self._answerer: DonorAnswer | None = None
-        self._scope: Scope | None = None
-        self._weight: torch.Tensor | None = None  # of the scope, for every latent position
-        self._window = TokenWindow(layers) if layers else None
-        self._region = region
+        self._layers, self._region = layers, region
+        self._regions: RegionSteps | None = None
         self._spread: float | None = None
         self._seen: set[int] = set()
         self._keep = set(kept_levels(self.steps, math.prod(request.identity.latent_shape)))
@@ -152,15 +150,14 @@ class Run:
 
     def region_planned(self, sigma: float) -> bool:
         """Whether the call at this level is to compute a part of the tokens; ask after `answer`."""
-        return self._scope is not None and not self._stopped and self.plan.kind(step_of(sigma, self.sigmas)) == "region"
+        planned = self._regions is not None and self.plan.kind(step_of(sigma, self.sigmas)) == "region"
+        return planned and not self._stopped and self._regions.scope is not None
 
     def window_at(self, sigma: float) -> TokenWindow | None:
         """What the transformer's blocks must go through at this call, if anything; ask after `answer`."""
-        index = step_of(sigma, self.sigmas)
-        if self._scope is None or self._stopped or index > max(self.plan.region):
+        if self._regions is None or self._stopped or step_of(sigma, self.sigmas) > max(self.plan.region):
             return None
-        self._window.begin(self._scope.index if self.region_planned(sigma) else None)
-        return self._window
+        return self._regions.begin(self.region_planned(sigma))
 
     @torch.no_grad()
     def blended(self, sigma: float, x0: torch.Tensor) -> torch.Tensor:
@@ -171,8 +168,7 @@ class Run:
         if not self._is_region(sigma):
             return x0
         with self._own_time():
-            weight = self._weight.to(x0.device)
-            return (weight * x0.float() + (1 - weight) * self._answerer.answer(sigma)).to(x0.dtype)
+            return self._regions.blend(x0, self._answerer.answer(sigma))
 
     @torch.no_grad()
     def observe(self, sigma: float, x0: torch.Tensor, seconds: float) -> None:
@@ -182,7 +178,9 @@ class Run:
             index = step_of(sigma, self.sigmas)
             row = StepRow(index, sigma, "dense", seconds)
             if self._is_region(sigma):
-                row.kind, row.cost = "region", self._region_cost()
+                row.kind, row.cost = "region", self._regions.count()
+            elif self._regions is not None:
+                self._regions.look(sigma, x0)
             self.report.steps.append(row)
             self.report.seconds["model"] = self.report.seconds.get("model", 0.0) + seconds
             self._seen.add(index)
@@ -255,12 +253,7 @@ class Run:
 
     def _is_region(self, sigma: float) -> bool:
         """Whether the call at this level computed a part of the tokens only."""
-        return self.region_planned(sigma) and self._window.was_partial
-
-    def _region_cost(self) -> float:
-        """Of a full forward; attention, which grows faster than the tokens, is counted as if it did not."""
-        share = self._window.share_of_layers()
-        return 1 - share * (1 - self._scope.computed_share)
+        return self.region_planned(sigma) and self._regions.partial
 
     def _respond(self, index: int, sigma: float) -> torch.Tensor | None:
         if index >= self.probe and not self._decided:
@@ -273,8 +266,9 @@ class Run:
         self._kept.clear()
         self._probed.clear()
         self._answerer, self._last = None, None
-        if self._window:
-            self._window.release()
+        if self._regions is not None:
+            self.report.scope.active, self.report.scope.context = self._regions.shares()
+            self._regions.window.release()
         if self.taps:
             self.taps.release()
 
@@ -344,27 +338,18 @@ class Run:
                 "the donor went away" if predictions is None else f"{self.steps} steps are too few to skip any"
             )
             return
-        self.report.decision, self.plan = "joint", self._with_scope(plan)
         self._tainted = "a reused trajectory never becomes a donor"
-        device = self._last[1].device
-        self._answerer = DonorAnswer(Trajectory(entry.sigmas, predictions.to(device)), self.grid)
+        donor = Trajectory(entry.sigmas, predictions.to(self._last[1].device))
+        if RegionSteps.possible(self._layers):
+            plan = plan if self._forced else plan.regional(REFRESH)
+            self._regions = RegionSteps(self._layers, self.grid, donor, self._region) if plan.region else None
+        else:
+            plan = replace(plan, region=frozenset())
+        self.report.decision, self.plan = "joint", plan
+        self._answerer = DonorAnswer(donor, self.grid)
         for sigma, x0 in self._probed:
             self._answerer.observe(sigma, x0)
         self._kept.clear()
-
-    def _with_scope(self, plan: Plan) -> Plan:
-        """The plan with regions, where the change has a place of its own and the model has layers to spare."""
-        region = self.evidence.region if self._region is None else self._region
-        scope = scope_of(region, self.grid) if self._window and self._window.depth else None
-        if scope is None:
-            return replace(plan, region=frozenset())
-        plan = plan if self._forced else plan.regional(REFRESH)
-        if plan.region:
-            self._scope = scope
-            tokens = scope.weight[None, None].to(self._last[1].device)
-            self._weight = self.grid.to_latent(tokens, tuple(self._last[1].shape))
-            self.report.scope.active, self.report.scope.context = scope.active_share, scope.computed_share
-        return plan
 
     def _plan_for(self, risk: float) -> Plan:
         """Depth by risk: the policy's most skipped steps in a row near risk 0, one near its threshold."""

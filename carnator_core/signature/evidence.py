@@ -20,6 +20,7 @@ SEEDS, MOST_SEEDS = 0.05, 256  # share of tokens that become seeds, and as many 
 FLOOR, SHARPNESS = 0.1, 1.0  # epsilon and gamma of the paper's fusion; it does not publish its own
 LOW, HIGH = 0.35, 0.6  # hysteresis: a region holds a token above HIGH and all that hangs on it above LOW
 DIFFERENT = 0.35  # root mean square x0 difference, in deviations of x0, at which a token counts as different
+FAINT = 0.15  # the same where a changed word speaks of the token: words alone light up half of a clip
 GLOBAL = 0.7  # a region that covers more of the grid than this has no place
 
 
@@ -97,6 +98,11 @@ def x0_difference(target: torch.Tensor, donor: torch.Tensor, grid: TokenGrid) ->
     return difference / target.std().clamp_min(1e-6)
 
 
+def where_different(target: torch.Tensor, donor: torch.Tensor, grid: TokenGrid) -> torch.Tensor:
+    """Tokens at which two predictions of one noise level show different things, bool (t, h, w), freed of specks."""
+    return smooth((x0_difference(target, donor, grid) > DIFFERENT).float(), 1).cpu() > 0.5
+
+
 def gather(
     target: EarlySignature,
     donor: EarlySignature,
@@ -114,6 +120,7 @@ def gather(
         field = fused(word_field(target.cross, words.target), self_qk).cpu()
     if words.donor and donor.cross is not None:
         field = torch.maximum(field, word_field(donor.cross, words.donor).cpu())
-    differs = smooth((difference > DIFFERENT).float(), 1) > 0.5
+    spoken = hysteresis(field) & (smooth((difference > FAINT).float(), 1) > 0.5)
+    region = spoken | where_different(target.x0, donor.x0, grid)
     trust = agreement(target.x0, donor.x0.to(target.x0.device), grid)
-    return Evidence(words, field, hysteresis(field) | differs, difference, float(trust.mean()))
+    return Evidence(words, field, region, difference, float(trust.mean()))

@@ -159,7 +159,7 @@ def test_a_donor_id_from_a_report_reproduces_the_clip(host, model, cache):
 @pytest.mark.parametrize("short", ["always", "now and then"])
 def test_split_guidance_batches_reuse_as_joint_ones_do(host, model, cache, short, monkeypatch):
     """The host computes both branches at once or in turn, as memory allows, from step to step."""
-    engine, scope = (host.module(f"carnator_core.reuse.{name}") for name in ("engine", "scope"))
+    regions, scope = (host.module(f"carnator_core.reuse.{name}") for name in ("region", "scope"))
     asked = iter(range(10**6))
 
     def required(shape, **_):
@@ -172,12 +172,12 @@ def test_split_guidance_batches_reuse_as_joint_ones_do(host, model, cache, short
     assert told["decision"] == "miss" and told["written"]
     half = torch.ones(5, 8, 8, dtype=torch.bool)
     half[..., 4:] = False
-    monkeypatch.setattr(engine, "scope_of", lambda region, grid: scope.Scope(half, half, half.float()))
+    monkeypatch.setattr(regions, "scope_of", lambda region, grid: scope.Scope(half, half, half.float()))
     joint = sampled(host, fast, OTHER)
     told = report(host, fast, joint)
     assert told["decision"] == "joint" and told["discrepancies"]["guidance"] > 0
     monkeypatch.undo()
-    monkeypatch.setattr(engine, "scope_of", lambda region, grid: scope.Scope(half, half, half.float()))
+    monkeypatch.setattr(regions, "scope_of", lambda region, grid: scope.Scope(half, half, half.float()))
     together = sampled(host, fast, OTHER)
     assert (joint["samples"] - together["samples"]).pow(2).mean() < 0.02 * together["samples"].var()
 
@@ -185,13 +185,13 @@ def test_split_guidance_batches_reuse_as_joint_ones_do(host, model, cache, short
 @pytest.mark.parametrize("cfg", [4.0, 1.0])
 def test_region_steps_of_every_token_give_the_clip_of_full_steps(host, model, cache, cfg, monkeypatch):
     """Half of the tokens give another clip, at less cost; afterwards the model is the host's own."""
-    engine, scope = (host.module(f"carnator_core.reuse.{name}") for name in ("engine", "scope"))
+    regions, scope = (host.module(f"carnator_core.reuse.{name}") for name in ("region", "scope"))
     fast = reusing(host, model, cache)
     plain = sampled(host, fast, cfg=cfg)
 
     def joint(chosen) -> tuple[dict, dict]:
         made = None if chosen is None else scope.Scope(chosen, chosen, chosen.float())
-        monkeypatch.setattr(engine, "scope_of", lambda region, grid: made)
+        monkeypatch.setattr(regions, "scope_of", lambda region, grid: made)
         out = sampled(host, fast, OTHER, cfg=cfg)
         return out, report(host, fast, out)
 

@@ -91,13 +91,13 @@ def test_cold_equals_the_host_then_exact_then_joint(host, model, sampler):
 
 
 def test_region_steps_of_every_token_give_the_clip_of_full_steps(host, model, monkeypatch):
-    engine, scope = (host.module(f"carnator_core.reuse.{name}") for name in ("engine", "scope"))
+    regions, scope = (host.module(f"carnator_core.reuse.{name}") for name in ("region", "scope"))
     reusing = fast(host, model, "wan22_region")
     sampled(host, reusing, "a red ball")
     everything = torch.ones(3, 4, 4, dtype=torch.bool)
     clips = []
     for made in (None, scope.Scope(everything, everything, everything.float())):
-        monkeypatch.setattr(engine, "scope_of", lambda region, grid, made=made: made)
+        monkeypatch.setattr(regions, "scope_of", lambda region, grid, made=made: made)
         clips.append(sampled(host, reusing, "a blue ball"))
     assert "region" in {row["kind"] for row in told(host, reusing, clips[1])["steps"]}
     assert (clips[0]["samples"] - clips[1]["samples"]).abs().max() < 1e-3 * clips[0]["samples"].abs().max()

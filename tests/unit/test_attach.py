@@ -19,7 +19,7 @@ from carnator_core.bank import Bank
 from carnator_core.gate.policy import Policy
 from carnator_core.grid import TokenGrid
 from carnator_core.pipelines import attach
-from carnator_core.reuse import engine
+from carnator_core.reuse import region as regions
 from carnator_core.reuse.scope import Scope
 from carnator_core.signature.taps import Taps, text_attention
 
@@ -114,11 +114,11 @@ def test_region_steps_of_every_token_give_the_clip_of_full_steps(parts, tmp_path
     fast = attach(pipe, bank=Bank(tmp_path))
     fast.policy = GENEROUS
     ask(fast, guidance_scale=guidance)
-    monkeypatch.setattr(engine, "scope_of", lambda region, grid: None)
+    monkeypatch.setattr(regions, "scope_of", lambda region, grid: None)
     full = ask(fast, "a red cube", guidance_scale=guidance)
     assert fast.report.decision == "joint" and fast.report.scope.active is None
     everything = torch.ones(2, 2, 2, dtype=torch.bool)
-    monkeypatch.setattr(engine, "scope_of", lambda region, grid: Scope(everything, everything, everything.float()))
+    monkeypatch.setattr(regions, "scope_of", lambda region, grid: Scope(everything, everything, everything.float()))
     partly = ask(fast, "a red cube", guidance_scale=guidance)
     assert "region" in {row.kind for row in fast.report.steps} and fast.report.scope.active == 1
     assert (partly - full).abs().max() < 1e-3

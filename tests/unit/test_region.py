@@ -15,7 +15,9 @@ from carnator_core.mini import model as mini
 from carnator_core.mini import sample, text
 from carnator_core.pipelines import Generator
 from carnator_core.reuse.plan import Plan, paced_plan
+from carnator_core.reuse.region import RegionSteps
 from carnator_core.reuse.scope import LARGEST, scope_of
+from carnator_core.reuse.trajectory import Trajectory
 from carnator_core.reuse.window import TokenWindow
 
 GRID = TokenGrid(5, 16, 16)
@@ -140,22 +142,51 @@ def test_the_models_own_blocks_return_after_an_error(model):
 # --- a run -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_with_region_steps_costs_less_and_says_so(tmp_path):
-    with Bank(tmp_path) as bank:
-        make = Generator(bank)
-        make.policy = Policy("generous", 1.1, 1)
-        prompt = "one small red ball moving left over the sea, steady camera"
-        donor = make(prompt, 7, 32, 12).report.written
-        plan = paced_plan(sample.sigmas(12)[:-1].tolist(), 1)
-        other = prompt.replace("red", "yellow")
-        skipped = make(other, 7, 32, 12, donor=donor, forced=plan)
-        partly = make(other, 7, 32, 12, donor=donor, forced=plan.regional(99))
+PROMPT = "one small red ball moving left over the sea, steady camera"
+OTHER = PROMPT.replace("red", "yellow")
+
+
+@pytest.fixture(scope="module")
+def lent(tmp_path_factory):
+    """A generator whose bank holds PROMPT, that donor's id, and a plan."""
+    make = Generator(Bank(tmp_path_factory.mktemp("region")))
+    make.policy = Policy("generous", 1.1, 1)
+    donor = make(PROMPT, 7, 32, 12).report.written
+    return make, donor, paced_plan(sample.sigmas(12)[:-1].tolist(), 1)
+
+
+def test_a_run_with_region_steps_costs_less_and_says_so(lent):
+    make, donor, plan = lent
+    region = torch.zeros(5, 8, 8, dtype=torch.bool)
+    region[:, 3:5, 3:5] = True
+    skipped = make(OTHER, 7, 32, 12, donor=donor, forced=plan)
+    partly = make(OTHER, 7, 32, 12, donor=donor, forced=plan.regional(99), region=region)
     kinds = "".join({"skipped": ".", "region": "o", "dense": "#"}[row.kind] for row in partly.report.steps)
-    assert partly.report.written is None
-    if partly.report.scope.active is None:
-        pytest.skip("the change has no place of its own in today's weights, so there is no region to compute")
-    assert kinds == str(plan.regional(99))
+    assert kinds == str(plan.regional(99)) and partly.report.written is None
     assert partly.report.forwards < skipped.report.forwards
-    assert partly.report.scope.evidence <= partly.report.scope.active <= partly.report.scope.context
+    assert 0 < partly.report.scope.active < partly.report.scope.context < 1
     far = (skipped.latent - partly.latent).pow(2).mean()
     assert 0 < far < 0.1 * skipped.latent.var()
+
+
+def test_a_difference_nearly_everywhere_makes_region_steps_full_ones(lent):
+    make, donor, plan = lent
+    everywhere = torch.ones(5, 8, 8, dtype=torch.bool)
+    skipped = make(OTHER, 7, 32, 12, donor=donor, forced=plan)
+    full = make(OTHER, 7, 32, 12, donor=donor, forced=plan.regional(99), region=everywhere)
+    assert torch.equal(full.latent, skipped.latent) and full.report.scope.active is None
+
+
+def test_the_scope_follows_the_difference_from_full_step_to_full_step():
+    grid = TokenGrid(1, 16, 16)
+    donor = torch.randn(2, 1, 4, 1, 32, 32, generator=torch.Generator().manual_seed(0))
+    steps = RegionSteps(30, grid, Trajectory([0.9, 0.5], donor))
+    assert RegionSteps.possible(30) and not RegionSteps.possible(0) and not RegionSteps.possible(2)
+    steps.look(0.9, donor[0])
+    assert steps.scope is None  # nothing differs yet
+    moved = donor[1].clone()
+    moved[..., 8:16, 8:16] += 3
+    steps.look(0.5, moved)
+    assert steps.scope.active[:, 4:8, 4:8].all() and not steps.scope.active[:, 12:, :].any()
+    steps.look(0.5, donor[1] + 3)
+    assert steps.scope is None  # everything differs
