@@ -31,7 +31,7 @@ class RegionSteps:
         return layers > 0 and TokenWindow(layers).depth > 0
 
     def look(self, sigma: float, x0: torch.Tensor) -> None:
-        """After a full step: the scope of the region steps that follow; None where every token had better be computed."""
+        """After a full step: the scope of the region steps that follow, None where all had better be full."""
         region = where_different(x0, self.donor.at(sigma), self.grid) if self.forced is None else self.forced
         self.scope = scope_of(region, self.grid)
         if self.scope is not None:
