@@ -87,6 +87,8 @@ class RunReport:
             line += f", risk {self.risk:.2f} of {self.threshold:.2f}"
         if self.steps:
             line += f", {skipped} of {len(self.steps)} steps reused"
+        if partly := sum(row.kind == "region" for row in self.steps):
+            line += f", {partly} in a region"
         if self.speedup and skipped:
             line += f", about {self.speedup:.2f}x"
         return line + (f": {self.reason}" if self.reason else "")
