@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -30,13 +30,20 @@ class Connectivity:
         self.reason = "no mask was recorded"
         self._chooser = Chooser()
 
-    def record(self, layer: int, branch: int, q: torch.Tensor, k: torch.Tensor) -> None:
-        """Find the mask of one layer and guidance branch (0 conditional, 1 unconditional); q, k (heads, tokens, d)."""
+    def record(
+        self, layer: int, branch: int, q: torch.Tensor, k: torch.Tensor, text: tuple[int, int] | None = None
+    ) -> None:
+        """Find the mask of one layer and guidance branch (0 conditional, 1 unconditional); q, k (heads, tokens, d).
+
+        `text`: which keys are text, in a joint sequence.
+        """
         if layer >= FIRST_DENSE:
-            self.masks[branch, layer] = find_mask(q, k, kept=self.kept, floor=self.floor)
+            ranges = (text,) if text else ()
+            self.masks[branch, layer] = find_mask(q, k, kept=self.kept, floor=self.floor, text=ranges)
 
     def close(self) -> None:
         """After the recorded step: let every pair of blocks be visited by some layer."""
+        self.reason = "masks were found and no step used them"
         for branch in {branch for branch, _ in self.masks}:
             layers = sorted(layer for b, layer in self.masks if b == branch)
             for layer, mask in zip(layers, revisit([self.masks[branch, i] for i in layers]), strict=True):
@@ -65,6 +72,25 @@ class Connectivity:
             return dense(q, k, v)
         self.applied += 1
         return sparse_attention(q, k, v, masks, backend=choice.backend)
+
+    def stand_in(self, branches: Sequence[int], recording: bool) -> Callable[..., torch.Tensor]:
+        """What a backbone's `attending` takes: records masks and lets the model's own answer, or attends with them."""
+
+        def attend(layer: int, dense: Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text=None):
+            if not recording:
+                return self.attend(layer, branches, dense, q, k, v)
+            for row, branch in enumerate(branches):
+                self.record(layer, branch, q[row], k[row], text)
+            return dense(q, k, v)
+
+        return attend
+
+    def told(self, becomes_donor: bool) -> str:
+        """What became of it, for a report."""
+        if becomes_donor and not self.applied:
+            return "sparse attention waits for a hit: this run was computed in full, so that later ones can borrow"
+        line = f"sparse attention: {self.reason}"
+        return line if self.applied else f"{line}; all attention was dense"
 
     def _choose(self, dense: Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> Choice:
         if self.kernel == PORTABLE:

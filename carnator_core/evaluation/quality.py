@@ -4,7 +4,8 @@ python -m carnator_core bench quality --out DIR [--pairs 64] [--grid large] [--p
 
 Every pair: the donor's run fills an empty bank, the target's own dense run is the truth, then the target runs once a
 plan. "policy" is the plan that the gate chooses; other names (see `bench reuse`) are forced whatever the risk, and
--rN behind one lets every N-th computed step between skipped ones be full while the others compute a region.
+-rN behind one lets every N-th computed step between skipped ones be full while the others compute a region, and -sP
+makes attention sparse in the full ones, P percent of its mass kept (always, as it is quality that is asked for).
 
 DIR/rows.jsonl keeps one line a pair and plan (an interrupted run goes on there), DIR/table.json the table, and
 DIR/plan.json the typical plan of each name: that of the pair with the median cost.
@@ -14,14 +15,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from ..attention.connectivity import Connectivity
+from ..attention.kernels import PORTABLE
 from ..bank import Bank
 from ..gate.policy import DEFAULT, POLICIES
 from ..mini import model as mini
@@ -38,17 +43,33 @@ POLICY = "policy"
 DENSE = "dense"
 
 
-def forced_plan(name: str, steps: int) -> Plan | None:
-    """The plan of a name, None for the gate's own. ValueError for an unknown one."""
-    if name == POLICY:
-        return None
-    base, _, refresh = name.partition("-r") if not name.startswith("resume") else (name, "", "")
-    if refresh and not refresh.isdigit():
-        raise ValueError(f"plan {name!r}: behind -r stands a number")
-    return plan_named(base, steps).regional(int(refresh) if refresh else 1)
+NAME = re.compile(r"(policy|(?:paced|resume)-\d+)(?:-r(\d+))?(?:-s(\d+))?")
 
 
-def measure_pair(make: Generator, pair: Pair, size: int, steps: int, plans: dict[str, Plan | None]) -> list[dict]:
+@dataclass(frozen=True)
+class Way:
+    """How to run: a plan (None: the gate's own) and the attention mass to keep (None: dense attention)."""
+
+    plan: Plan | None
+    kept: float | None
+
+    @classmethod
+    def named(cls, name: str, steps: int) -> Way:
+        """ValueError for an unknown name."""
+        found = NAME.fullmatch(name)
+        if found is None or (found[1] == POLICY and found[2]):
+            raise ValueError(f"{name!r} is no plan; use policy, paced-R or resume-K, with -rN and -sP behind")
+        kept = float(found[3]) / 100 if found[3] else None
+        if kept is not None and not 0 < kept <= 1:
+            raise ValueError(f"{name!r}: behind -s stand 1 to 100 percent")
+        plan = None if found[1] == POLICY else plan_named(found[1], steps).regional(int(found[2] or 1))
+        return cls(plan, kept)
+
+    def sparse(self) -> Connectivity | None:
+        return None if self.kept is None else Connectivity(self.kept, PORTABLE)
+
+
+def measure_pair(make: Generator, pair: Pair, size: int, steps: int, ways: dict[str, Way]) -> list[dict]:
     """One row for the dense run and one a plan."""
     for info in make.bank.ls():
         make.bank.remove(info.id)
@@ -56,8 +77,9 @@ def measure_pair(make: Generator, pair: Pair, size: int, steps: int, plans: dict
     truth = sample.sample(make.model, [pair.prompt], [pair.seed], size, steps, make.guidance)
     told = {"seed": pair.seed, "kind": pair.kind, "changed": pair.changed}
     rows = [told | {"plan": DENSE, "cost": steps} | read_clip(truth, pair.target)]
-    for name, plan in plans.items():
-        clip = make(pair.prompt, pair.seed, size, steps, donor=donor if plan else None, forced=plan)
+    for name, way in ways.items():
+        lender = donor if way.plan else None
+        clip = make(pair.prompt, pair.seed, size, steps, donor=lender, forced=way.plan, sparse=way.sparse())
         report = clip.report
         if report.written:
             make.bank.remove(report.written)
@@ -65,25 +87,25 @@ def measure_pair(make: Generator, pair: Pair, size: int, steps: int, plans: dict
             told
             | {"plan": name, "decision": report.decision, "risk": report.risk, "cost": report.forwards}
             | {"psnr": psnr_each(clip.latent, truth, PEAK)[0]}
-            | {"scope": [report.scope.evidence, report.scope.active, report.scope.context]}
+            | {"scope": [report.scope.evidence, report.scope.active, report.scope.context, report.scope.density]}
             | {"steps": [[row.sigma, row.kind, row.cost] for row in report.steps]}
             | read_clip(clip.latent, pair.target)
         )
     return rows
 
 
-def run(make: Generator, wanted: Sequence[Pair], size: int, steps: int, plans: dict, kept: Path) -> list[dict]:
+def run(make: Generator, wanted: Sequence[Pair], size: int, steps: int, ways: dict[str, Way], kept: Path) -> list[dict]:
     """Rows of all pairs; `kept` is a file of rows from before, extended as they come."""
     found = [json.loads(line) for line in kept.read_text().splitlines()] if kept.is_file() else []
     rows = {(row["seed"], row["plan"]): row for row in found}
-    left = [pair for pair in wanted if any((pair.seed, name) not in rows for name in (DENSE, *plans))]
+    left = [pair for pair in wanted if any((pair.seed, name) not in rows for name in (DENSE, *ways))]
     done = len(wanted) - len(left)
     for pair in tqdm(left, total=len(wanted), initial=done, unit="pair", disable=not sys.stderr.isatty()):
-        fresh = measure_pair(make, pair, size, steps, plans)
+        fresh = measure_pair(make, pair, size, steps, ways)
         rows |= {(row["seed"], row["plan"]): row for row in fresh}
         with kept.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in fresh)
-    return [rows[pair.seed, name] for pair in wanted for name in (DENSE, *plans)]
+    return [rows[pair.seed, name] for pair in wanted for name in (DENSE, *ways)]
 
 
 def line_of(name: str, mine: Sequence[dict], dense: dict[int, dict], steps: int) -> dict:
@@ -114,6 +136,7 @@ def line_of(name: str, mine: Sequence[dict], dense: dict[int, dict], steps: int)
         "psnr": rounded(interval([row["psnr"] for row in hits]), 2),
         "active": _mean([row["scope"][1] for row in hits]),
         "computed": _mean([row["scope"][2] for row in hits]),
+        "density": _mean([row["scope"][3] for row in hits]),
         "with_region": sum(row["scope"][1] is not None for row in hits),
     }
 
@@ -123,15 +146,15 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return round(sum(known) / len(known), 4) if known else None
 
 
-def typical(mine: Sequence[dict]) -> dict | None:
+def typical(mine: Sequence[dict], kept: float | None) -> dict | None:
     """The plan of the hit with the median cost, a row a step."""
     hits = sorted((row for row in mine if row.get("decision") == "joint"), key=lambda row: row["cost"])
     if not hits:
         return None
     row = hits[len(hits) // 2]
-    evidence, active, computed = row["scope"]
+    shares = dict(zip(("evidence", "active", "computed", "density"), row["scope"], strict=True))
     steps = [{"sigma": s, "kind": kind, "cost": round(cost, 4)} for s, kind, cost in row["steps"]]
-    return {"steps": steps, "evidence": evidence, "active": active, "computed": computed, "seed": row["seed"]}
+    return {"steps": steps, **shares, "kept": kept, "seed": row["seed"]}
 
 
 def printed(lines: Sequence[dict]) -> str:
@@ -157,7 +180,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--kind", choices=KINDS, default="one-word")
     parser.add_argument("--grid", choices=GRIDS, default="large")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--plan", nargs="+", default=[POLICY], help="policy, paced-R, paced-R-rN or resume-K")
+    parser.add_argument("--plan", nargs="+", default=[POLICY], help="policy, paced-R or resume-K, with -rN, -sP")
     parser.add_argument("--policy", choices=POLICIES, default=DEFAULT)
     parser.add_argument("--split", choices=RANGES, default="proof")
     parser.add_argument("--seed", type=int, default=0, help="0 to 99: which pairs and noises of the split")
@@ -172,19 +195,19 @@ def command(options: argparse.Namespace) -> int:
     """Returns the exit code; ValueError for a bad plan."""
     if options.pairs < 1 or not 0 <= options.seed < 100:
         raise ValueError("--pairs must be at least 1 and --seed from 0 to 99")
-    plans = {name: forced_plan(name, options.steps) for name in options.plan}
+    ways = {name: Way.named(name, options.steps) for name in options.plan}
     claim(options, ("kind", "grid", "steps", "policy", "split", "seed"))
     wanted = pairs(options.split, options.kind, options.pairs, options.seed)
     with tempfile.TemporaryDirectory() as folder, Bank(folder) as bank:
         make = Generator(bank, options.policy, options.weights)
-        rows = run(make, wanted, GRIDS[options.grid], options.steps, plans, options.out / "rows.jsonl")
+        rows = run(make, wanted, GRIDS[options.grid], options.steps, ways, options.out / "rows.jsonl")
     dense = {row["seed"]: row for row in rows if row["plan"] == DENSE}
-    groups = {name: [row for row in rows if row["plan"] == name] for name in (DENSE, *plans)}
+    groups = {name: [row for row in rows if row["plan"] == name] for name in (DENSE, *ways)}
     lines = [line_of(name, mine, dense, options.steps) for name, mine in groups.items()]
     told = {n: getattr(options, n) for n in ("pairs", "kind", "grid", "steps", "policy", "split", "seed")}
     result = {**told, "table": lines}
     (options.out / "table.json").write_text(json.dumps(result, indent=1))
-    found = {name: typical(groups[name]) for name in plans}
+    found = {name: typical(groups[name], way.kept) for name, way in ways.items()}
     (options.out / "plan.json").write_text(json.dumps({**told, "plans": found}, indent=1))
     print(json.dumps(result) if options.json else printed(lines))
     return 0

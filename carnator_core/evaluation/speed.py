@@ -14,11 +14,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from ..attention.connectivity import Connectivity
 from ..bank import Bank
 from ..grid import TokenGrid
 from ..mini import model as mini
@@ -32,17 +33,26 @@ TARGET = world.Scene("ball", "red", "forest", "left", "large", "steady", "one")
 SEED = 7
 
 
-def plan_of(path: Path, name: str | None) -> tuple[Plan, float | None]:
-    """The plan and the share of tokens that its region steps compute. ValueError for a file without that plan."""
+@dataclass(frozen=True)
+class Timed:
+    """A plan, the share of tokens that its region steps compute, and the attention mass that its full steps keep."""
+
+    plan: Plan
+    computed: float | None
+    kept: float | None
+
+
+def plan_of(path: Path, name: str | None) -> Timed:
+    """ValueError for a file without that plan."""
     try:
         plans = {key: plan for key, plan in json.loads(path.read_text())["plans"].items() if plan}
         name = name or next(iter(plans))
-        rows, computed = plans[name]["steps"], plans[name]["computed"]
+        rows, computed, kept = (plans[name][key] for key in ("steps", "computed", "kept"))
         kinds = [row["kind"] for row in rows]
     except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
         raise ValueError(f"{path} holds no plan {name or ''}: {error!r}; write one with `bench quality`") from error
     chosen = {kind: frozenset(i for i, k in enumerate(kinds) if k == kind) for kind in ("skipped", "region")}
-    return Plan(tuple(sample.sigmas(len(kinds))[:-1].tolist()), **chosen), computed
+    return Timed(Plan(tuple(sample.sigmas(len(kinds))[:-1].tolist()), **chosen), computed, kept)
 
 
 def latent_of(tokens: int) -> tuple[int, int, int]:
@@ -83,11 +93,12 @@ def model_of(backbone: str, device: str) -> torch.nn.Module:
         return mini.build(**REAL[backbone]).to(torch.bfloat16).eval().requires_grad_(False)
 
 
-def measure(model: torch.nn.Module, plan: Plan, computed: float | None, tokens: int, repeats: int) -> dict:
+def measure(model: torch.nn.Module, wanted: Timed, tokens: int, repeats: int) -> dict:
     """The figures that the command prints, ratios of runs in turn."""
+    plan = wanted.plan
     latent = latent_of(tokens)
     grid = TokenGrid.of_latent(latent)
-    region = region_of(grid, computed) if plan.region else None
+    region = region_of(grid, wanted.computed) if plan.region else None
     steps = len(plan.sigmas)
     prompt, other = world.caption(TARGET), world.caption(TARGET.changed(colour="yellow"))
     with tempfile.TemporaryDirectory() as folder, Bank(folder) as bank:
@@ -98,8 +109,8 @@ def measure(model: torch.nn.Module, plan: Plan, computed: float | None, tokens: 
         for _ in range(repeats):
             runs = {
                 "dense": lambda: alone(other, SEED, steps=steps, latent=latent),
-                "joint": lambda: _reused(make, other, cold, plan, latent, region),
-                "skip_only": lambda: _reused(make, other, cold, replace(plan, region=frozenset()), latent, None),
+                "joint": lambda: _reused(make, other, cold, wanted, latent, region),
+                "skip_only": lambda: _reused(make, other, cold, _skips_of(wanted), latent, None),
             }
             for name, run in runs.items():
                 seconds, clip = timed(run)
@@ -125,12 +136,21 @@ def measure(model: torch.nn.Module, plan: Plan, computed: float | None, tokens: 
         "kinds": str(plan),
         "cost": round(last.report.forwards, 2),
         "computed": last.report.scope.context,
+        "density": last.report.scope.density,
+        "notes": last.report.warnings,
     }
 
 
-def _reused(make: Generator, prompt: str, cold: Clip, plan: Plan, latent: tuple, region: torch.Tensor | None) -> Clip:
-    steps = len(plan.sigmas)
-    clip = make(prompt, SEED, steps=steps, latent=latent, donor=cold.report.written, forced=plan, region=region)
+def _skips_of(wanted: Timed) -> Timed:
+    """The same plan without regions and sparse attention."""
+    return Timed(replace(wanted.plan, region=frozenset()), None, None)
+
+
+def _reused(
+    make: Generator, prompt: str, cold: Clip, wanted: Timed, latent: tuple, region: torch.Tensor | None
+) -> Clip:
+    how = dict(forced=wanted.plan, region=region, sparse=Connectivity(wanted.kept) if wanted.kept else None)
+    clip = make(prompt, SEED, steps=len(wanted.plan.sigmas), latent=latent, donor=cold.report.written, **how)
     if clip.report.decision != "joint":
         raise RuntimeError(f"the plan did not run: {clip.report.reason}")
     return clip
@@ -154,13 +174,13 @@ def command(options: argparse.Namespace) -> int:
     """Returns the exit code; ValueError for a bad plan or number."""
     if options.tokens < 80 or options.repeats < 1:
         raise ValueError("--tokens must be at least 80 and --repeats at least 1")
-    plan, computed = plan_of(options.plan, options.name)
+    wanted = plan_of(options.plan, options.name)
     model = model_of(options.backbone, options.device)
     real = options.backbone != "embedded"
     with torch.autocast(options.device, torch.bfloat16, enabled=real), torch.no_grad():
         if options.device != "cpu":
             torch.cuda.reset_peak_memory_stats()
-        found = measure(model, plan, computed, options.tokens, options.repeats)
+        found = measure(model, wanted, options.tokens, options.repeats)
     if options.device != "cpu":
         found["peak_memory"] = torch.cuda.max_memory_allocated()
     found["backbone"] = options.backbone

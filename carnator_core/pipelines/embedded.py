@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from .. import backbones
+from ..attention.connectivity import Connectivity
 from ..bank import Bank
 from ..gate.policy import DEFAULT, policy_named
 from ..mini import codec, sample, text
@@ -72,11 +73,12 @@ class Generator:
         seeds: str = OWN,
         latent: tuple[int, int, int] | None = None,
         region: torch.Tensor | None = None,
+        sparse: Connectivity | None = None,
     ) -> Clip:
         """Generate a clip of `size` x `size` pixels. `on_step(done, steps)` after each step.
 
         `seeds`: "own", or "donor" to start from the noise of the nearest donor instead. `latent`: (T, h, w) instead of
-        what `size` gives. `region`: as in `Run`.
+        what `size` gives. `region`: as in `Run`. `sparse`: a fresh one to use sparse attention where `Run` allows it.
         """
         levels = sample.sigmas(steps)
 
@@ -95,14 +97,16 @@ class Generator:
         result = run.exact()
         try:
             if result is None:
-                result = self._denoise(run, x, levels.tolist(), on_step)
+                result = self._denoise(run, x, levels.tolist(), on_step, sparse)
         except BaseException as error:
             run.abort(type(error).__name__)
             raise
         report = run.finish(result)
         return Clip(prompt, result, codec.decode(result)[0], report, run.evidence)
 
-    def _denoise(self, run: Run, x: torch.Tensor, levels: list[float], on_step: Callable | None) -> torch.Tensor:
+    def _denoise(
+        self, run: Run, x: torch.Tensor, levels: list[float], on_step: Callable | None, sparse: Connectivity | None
+    ) -> torch.Tensor:
         """Euler, as `mini.sample` does it without reuse."""
         first = next(self.model.parameters())
         x = x.to(first.device)
@@ -112,13 +116,33 @@ class Generator:
             branches = run.taps.read_branches if tapped and self.guidance != 1 else None
 
             def compute(x=x, sigma=sigma, tapped=tapped, branches=branches) -> torch.Tensor:
-                window = run.window_at(sigma)
-                reading = self.backbone.tapped(self.model, run.taps) if tapped else nullcontext()
-                with reading, self.backbone.windowed(self.model, window) if window else nullcontext():
+                with self._around(run, sigma, tapped, sparse):
                     return sample.guided_x0(self.model, x, sigma, cond, uncond, self.guidance, branches)
 
+            before = sparse.applied if sparse else 0
             x0 = run.step(sigma, compute)
+            if sparse and run.probing_last(sigma):
+                sparse.close()
+            if sparse and sparse.applied > before:
+                run.was_sparse(sparse.density)
             x = x0 + (following / sigma) * (x - x0)
             if on_step:
                 on_step(i + 1, len(levels) - 1)
+        if sparse:
+            run.report.scope.density = sparse.density
+            run.report.warnings.append(sparse.told(run.becomes_donor))
         return x
+
+    def _around(self, run: Run, sigma: float, tapped: bool, sparse: Connectivity | None) -> AbstractContextManager:
+        """What the model is wrapped in for one call."""
+        stack = ExitStack()
+        window = run.window_at(sigma)
+        if tapped:
+            stack.enter_context(self.backbone.tapped(self.model, run.taps))
+        if window:
+            stack.enter_context(self.backbone.windowed(self.model, window))
+        recording = run.probing_last(sigma)
+        if sparse and (recording or run.may_be_sparse(sigma)):
+            branches = (0,) if self.guidance == 1 else (0, 1)
+            stack.enter_context(self.backbone.attending(self.model, sparse.stand_in(branches, recording)))
+        return stack

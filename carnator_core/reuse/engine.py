@@ -199,8 +199,18 @@ class Run:
         return step_of(sigma, self.sigmas) == self.probe - 1
 
     def may_be_sparse(self, sigma: float) -> bool:
-        """Whether a call at this level lies behind the probe and before the dense finish."""
-        return self.probe <= step_of(sigma, self.sigmas) < self.steps - finish_steps(self.steps)
+        """Whether a call at this level may use sparse attention; ask after `answer`.
+
+        Behind the probe and before the dense finish, and not in a run that is to become a donor: a missed run in full
+        serves the next ones, which are then sparse and borrow.
+        """
+        between = self.probe <= step_of(sigma, self.sigmas) < self.steps - finish_steps(self.steps)
+        return between and not self.becomes_donor and not self.region_planned(sigma)
+
+    @property
+    def becomes_donor(self) -> bool:
+        """Whether the run, as far as it is known by now, will be kept."""
+        return self.bank.mode == "on" and self.report.decision == "miss" and not self._tainted
 
     def was_sparse(self, density: float | None) -> None:
         """The last observed step used sparse attention, so this run is no truth that others may borrow from."""

@@ -119,14 +119,14 @@ class _Steps:
         """Around the guider's prediction: guided x0 of (B, C, T, H, W) latents in the model's space."""
         sigma, run = float(timestep.flatten()[0]), self.run
         last = run.probing_last(sigma)
-        sparse = self.sparse if self.sparse and (last or run.may_be_sparse(sigma)) else None
-        taps = run.taps if last else None
 
         def compute() -> torch.Tensor:
             given, window = options or {}, run.window_at(sigma)
+            sparse = self.sparse if self.sparse and (last or run.may_be_sparse(sigma)) else None
+            taps = run.taps if last else None
             if window is not None:
                 given = windowed(given, window)
-            if taps is not None or (sparse is not None and not run.region_planned(sigma)):
+            if taps is not None or sparse is not None:
                 given = watched(given, run.grid, self.layers, taps, sparse, last)
             return inner(x, timestep, given, seed)
 
@@ -144,8 +144,7 @@ class _Steps:
         if self.sparse is None:
             return
         self.run.report.scope.density = self.sparse.density
-        line = f"sparse attention: {self.sparse.reason}"
-        self.run.report.warnings.append(line if self.sparse.applied else f"{line}; all attention was dense")
+        self.run.report.warnings.append(self.sparse.told(self.run.becomes_donor))
 
 
 def _finish(setup: Setup, run: Run, out: torch.Tensor) -> torch.Tensor:

@@ -424,15 +424,17 @@ def test_the_automatic_kernel_steps_aside_on_short_clips_and_says_so(host, model
         assert any("times dense" in w for w in told["warnings"])
 
 
-def test_sparse_runs_never_become_donors_but_borrow(host, model, cache):
+def test_a_missed_run_is_full_and_becomes_a_donor_then_sparse_runs_borrow(host, model, cache):
     both = sparse(host, reusing(host, model, cache))
-    told = report(host, both, sampled(host, both))
-    assert told["decision"] == "miss" and told["written"] is None
-    fast = reusing(host, model, cache)
-    assert report(host, fast, sampled(host, fast))["written"]
+    cold = sampled(host, both)
+    told = report(host, both, cold)
+    assert told["decision"] == "miss" and told["written"] and same(cold, sampled(host, model))
     told = report(host, both, sampled(host, both, OTHER))
     kinds = {row["kind"] for row in told["steps"]}
-    assert told["decision"] == "joint" and {"dense", "skipped", "sparse"} <= kinds
+    assert told["decision"] == "joint" and {"dense", "skipped", "sparse"} <= kinds and told["written"] is None
+    (reading,) = host.run("CarnatorReuseCache", name=cache.name, budget_gb=1.0, mode="read only")
+    told = report(host, both, sampled(host, sparse(host, reusing(host, model, reading)), seed=8))
+    assert told["decision"] == "miss" and "sparse" in {row["kind"] for row in told["steps"]}  # it is not kept anyway
 
 
 def test_the_pack_starts_without_the_heavy_libraries_of_the_core(host):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from carnator_core.__main__ import main
-from carnator_core.evaluation.quality import forced_plan
+from carnator_core.evaluation.quality import Way
 from carnator_core.evaluation.speed import latent_of, plan_of, region_of
 from carnator_core.grid import TokenGrid
 from carnator_core.reuse.scope import scope_of
@@ -16,13 +16,13 @@ QUALITY = ["bench", "quality", "--grid", "small", "--pairs", "2", "--steps", "6"
 
 
 def test_plans_by_name():
-    assert forced_plan("policy", 20) is None
-    assert str(forced_plan("paced-1", 20)).startswith("##.#.#")
-    assert str(forced_plan("paced-1-r3", 20)).startswith("##.#.o.o.#")
-    assert str(forced_plan("resume-9", 20)) == "##......." + "#" * 11
-    for bad in ("paced-1-rx", "paced-1-r0", "slow"):
+    assert Way.named("policy", 20) == Way(None, None) and Way.named("policy-s90", 20).kept == 0.9
+    assert str(Way.named("paced-1", 20).plan).startswith("##.#.#")
+    assert str(Way.named("paced-1-r3", 20).plan).startswith("##.#.o.o.#")
+    assert str(Way.named("resume-9", 20).plan) == "##......." + "#" * 11
+    for bad in ("paced-1-rx", "paced-1-r0", "policy-r2", "paced-1-s0", "paced-1-s101", "slow"):
         with pytest.raises(ValueError):
-            forced_plan(bad, 20)
+            Way.named(bad, 20)
 
 
 @pytest.mark.parametrize("tokens", [320, 4680, 4681])
@@ -52,8 +52,8 @@ def test_quality_writes_rows_and_a_plan_that_speed_runs(tmp_path, capsys):
         main([*QUALITY[:-1], "proof", "--out", str(out), "--plan", "policy"])
     assert "other settings" in capsys.readouterr().err
 
-    plan, _ = plan_of(out / "plan.json", "paced-1")
-    assert str(plan) == str(forced_plan("paced-1", 6))
+    plan = plan_of(out / "plan.json", "paced-1").plan
+    assert str(plan) == str(Way.named("paced-1", 6).plan)
     speed = ["bench", "speed", "--plan", str(out / "plan.json"), "--name", "paced-1", "--tokens", "80"]
     assert main([*speed, "--repeats", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

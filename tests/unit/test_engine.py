@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from carnator_core.attention.connectivity import Connectivity
 from carnator_core.bank import Bank
 from carnator_core.gate.policy import Policy, policy_named
 from carnator_core.mini import sample
@@ -241,3 +242,17 @@ def test_an_error_of_our_own_ends_the_reuse_and_not_the_run(bank, monkeypatch):
         found = make(maker, OTHER)
     assert torch.equal(found.latent, plain(maker, OTHER))
     assert any("out of memory" in w for w in found.report.warnings) and not found.report.written
+
+
+def test_sparse_attention_waits_for_a_hit_so_that_misses_become_donors(bank):
+    maker = generator(bank, Policy("generous", 1.1, 1))
+    own = Connectivity(0.6, "portable")
+    cold = make(maker, sparse=own)
+    assert cold.report.written and {row.kind for row in cold.report.steps} == {"dense"}
+    assert any("waits for a hit" in line for line in cold.report.warnings) and own.masks
+    assert torch.equal(cold.latent, make(generator(Bank(bank.root, mode="off"))).latent)
+    hit = make(maker, OTHER, sparse=Connectivity(0.6, "portable"))
+    assert hit.report.decision == "joint" and hit.report.written is None
+    assert {"dense", "skipped", "sparse"} <= {row.kind for row in hit.report.steps}
+    alone = make(generator(Bank(bank.root, mode="off")), sparse=Connectivity(0.6, "portable"))
+    assert "sparse" in {row.kind for row in alone.report.steps} and 0 < alone.report.scope.density < 1
