@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from .. import backbones
+from ..attention.connectivity import Connectivity
 from ..bank import Bank
 from ..gate.policy import DEFAULT, policy_named
 from ..report import RunReport
@@ -32,16 +33,20 @@ from ..schedule import from_x0, to_x0
 from ..signature.taps import Taps
 
 
-def attach(pipe: Any, bank: Bank, policy: str = DEFAULT) -> Attached:
-    """Wrap a diffusers text-to-video pipeline. ValueError for an unknown policy; unknown pipelines pass through."""
-    return Attached(pipe, bank, policy)
+def attach(pipe: Any, bank: Bank, policy: str = DEFAULT, kept: float | None = None) -> Attached:
+    """Wrap a diffusers text-to-video pipeline. ValueError for an unknown policy; unknown pipelines pass through.
+
+    `kept`: attention mass in (0, 1] that hits keep (0.95 is a good value), sparse where that measures faster; None for
+    dense attention.
+    """
+    return Attached(pipe, bank, policy, kept)
 
 
 class Attached:
     """Callable like the pipeline it wraps; `report` tells of the last call."""
 
-    def __init__(self, pipe: Any, bank: Bank, policy: str = DEFAULT):
-        self.pipe, self.bank, self.policy = pipe, bank, policy_named(policy)
+    def __init__(self, pipe: Any, bank: Bank, policy: str = DEFAULT, kept: float | None = None):
+        self.pipe, self.bank, self.policy, self.kept = pipe, bank, policy_named(policy), kept
         self.report: RunReport | None = None
         self._weights: tuple[tuple, str] | None = None
 
@@ -159,6 +164,8 @@ class _Drive:
         self.stored: torch.Tensor | None = None
         self.result: torch.Tensor | None = None
         self.step: _Step | None = None
+        self.sparse = Connectivity(attached.kept) if attached.kept else None
+        self.applied = 0  # sparse attentions of the steps before
 
     # --- the transformer's side ---
 
@@ -175,7 +182,7 @@ class _Drive:
             self._open_step(x, kwargs["timestep"])
         if self.step.answered is not None:
             return (self.step.answered,)
-        with self._tapped(), self._windowed():
+        with self._tapped(), self._windowed(), self._sparse():
             out = self.forward(**kwargs)
         velocity = self._blended(out[0])
         self.step.branches.append(velocity)
@@ -233,6 +240,14 @@ class _Drive:
         window = self.step.window
         return backbones.find(transformer).windowed(transformer, window) if window else nullcontext()
 
+    def _sparse(self) -> AbstractContextManager:
+        """Attention in our hands: its masks are read at the probe's last step and used where the run allows it."""
+        recording = self.run.probing_last(self.step.sigma)
+        if self.sparse is None or not (recording or self.run.may_be_sparse(self.step.sigma)):
+            return nullcontext()
+        transformer, branch = self.attached.pipe.transformer, len(self.step.branches)  # conditional first
+        return backbones.find(transformer).attending(transformer, self.sparse.stand_in((branch,), recording))
+
     def _blended(self, velocity: torch.Tensor) -> torch.Tensor:
         """One guidance branch's velocity, blended with the answer where only a region was computed."""
         step = self.step
@@ -269,12 +284,20 @@ class _Drive:
                 self.run.taps.read_branches(*step.branches)
         x0 = to_x0("flow", step.x.float(), velocity.float(), step.sigma)
         self.run.observe(step.sigma, x0, time.perf_counter() - step.started)
+        if self.sparse and self.run.probing_last(step.sigma):
+            self.sparse.close()
+        if self.sparse and self.sparse.applied > self.applied:
+            self.run.was_sparse(self.sparse.density)
+            self.applied = self.sparse.applied
 
     # --- ends ---
 
     def finish(self) -> RunReport:
         if self.run is None:
             return RunReport(decision="off", reason="passed through: the transformer was never called as expected")
+        if self.sparse and self.stored is None:
+            self.run.report.scope.density = self.sparse.density
+            self.run.report.warnings.append(self.sparse.told(self.run.becomes_donor))
         return self.run.finish(self.result)
 
     def abort(self, reason: str) -> RunReport:

@@ -14,11 +14,12 @@ from diffusers import (
 )
 from transformers import UMT5Config, UMT5EncoderModel
 
+from carnator_core.attention.connectivity import Connectivity
 from carnator_core.backbones import wan
 from carnator_core.bank import Bank
 from carnator_core.gate.policy import Policy
 from carnator_core.grid import TokenGrid
-from carnator_core.pipelines import attach
+from carnator_core.pipelines import attach, attached
 from carnator_core.reuse import region as regions
 from carnator_core.reuse.scope import Scope
 from carnator_core.signature.taps import Taps, text_attention
@@ -123,6 +124,21 @@ def test_region_steps_of_every_token_give_the_clip_of_full_steps(parts, tmp_path
     assert "region" in {row.kind for row in fast.report.steps} and fast.report.scope.active == 1
     assert (partly - full).abs().max() < 1e-3
     assert all("forward" not in block.__dict__ for block in pipe.transformer.blocks)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_hits_attend_sparsely_and_misses_in_full(parts, tmp_path, guidance, monkeypatch):
+    monkeypatch.setattr(attached, "Connectivity", lambda kept: Connectivity(kept, "portable"))
+    pipe = pipeline(parts)
+    fast = attach(pipe, bank=Bank(tmp_path), kept=0.5)
+    fast.policy = GENEROUS
+    big = dict(guidance_scale=guidance, height=128, width=128)
+    assert torch.equal(ask(fast, **big), ask(pipe, **big)) and fast.report.written
+    assert any("waits for a hit" in line for line in fast.report.warnings)
+    joint = ask(fast, "a red cube", **big)
+    assert fast.report.decision == "joint" and "sparse" in {row.kind for row in fast.report.steps}
+    assert 0 < fast.report.scope.density < 1 and not torch.equal(joint, ask(pipe, "a red cube", **big))
+    assert all(type(b.attn1.processor).__name__ == "WanAttnProcessor" for b in pipe.transformer.blocks)
 
 
 def test_the_pipeline_itself_is_untouched_also_after_an_error(parts, tmp_path):
