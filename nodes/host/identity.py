@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import types
 import weakref
 from typing import Any
 
@@ -14,6 +15,8 @@ from .supported import sampler_name
 _BASE: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # digests, kept with the model object
 _PATCHES: dict[Any, str] = {}  # by patches_uuid, which ComfyUI renews with every change
 _PATCHES_KEPT = 64
+PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+DEEPEST = 4  # functions within functions whose code is read
 
 
 class Undigestible(ValueError):
@@ -21,13 +24,20 @@ class Undigestible(ValueError):
 
 
 def _unpatched(patcher: Any) -> list[tuple[str, torch.Tensor]]:
-    """The model's own weights, also while patches lie on them; its noise levels, which nodes replace, told apart."""
-    backup, state = patcher.backup, patcher.model.state_dict()
-    return [
-        (name, backup[name].weight if name in backup else tensor)
+    """The model's own weights, also while patches lie on them; its noise levels, which nodes replace, told apart.
+
+    Loaders of quantised weights (GGUF) put empty stand-ins into the state dict; their parameters hold the data.
+    """
+    backup, state, parameters = patcher.backup, patcher.model.state_dict(), dict(patcher.model.named_parameters())
+    found = [
+        (name, backup[name].weight if name in backup else parameters.get(name, tensor) if tensor.is_meta else tensor)
         for name, tensor in state.items()
         if not name.startswith("model_sampling.")
     ]
+    empty = next((name for name, tensor in found if tensor.is_meta), None)
+    if empty:
+        raise Undigestible(f"the weight {empty} holds no data that could be read")
+    return found
 
 
 def _feed(digest: Any, value: Any) -> None:
@@ -78,6 +88,43 @@ def _sampling(patcher: Any) -> str:
     return f"{[c.__name__ for c in type(found).__mro__]} {numbers}"
 
 
+def attention_of(options: dict) -> str:
+    """Digest of the attention that another node put in the host's place (SageAttention and the like); "" for none.
+
+    `Undigestible` where it carries anything but plain values and functions.
+    """
+    override = options.get("transformer_options", {}).get("optimized_attention_override")
+    if override is None:
+        return ""
+    digest = hashlib.blake2b(digest_size=16)
+    _feed_function(digest, override, 0)
+    return digest.hexdigest()
+
+
+def _feed_function(digest: Any, value: Any, depth: int) -> None:
+    """Code, constants and closure of a function, so that two modes of one node differ."""
+    if isinstance(value, PLAIN):
+        digest.update(f"{type(value).__name__}{value!r}".encode())
+    elif isinstance(value, (tuple, frozenset)):
+        for part in value if isinstance(value, tuple) else sorted(value, key=repr):
+            _feed_function(digest, part, depth)
+    elif isinstance(value, types.ModuleType):
+        digest.update(value.__name__.encode())
+    elif isinstance(value, types.CodeType):
+        digest.update(value.co_code)
+        _feed_function(digest, (value.co_names, value.co_consts), depth)
+    elif isinstance(value, types.FunctionType) and depth < DEEPEST:
+        digest.update(f"{value.__module__}.{value.__qualname__}".encode())
+        cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
+        wrapped = getattr(value, "__wrapped__", None)
+        for part in (value.__code__, value.__defaults__, cells, wrapped):
+            _feed_function(digest, part, depth + 1)
+    elif callable(value) and getattr(value, "__qualname__", None):  # compiled functions, classes, what lies too deep
+        digest.update(f"{value.__module__}.{value.__qualname__}".encode())
+    else:
+        raise Undigestible(f"the attention that another node sets holds a {type(value).__name__}, which cannot be read")
+
+
 def rows_of(cond: dict) -> torch.Tensor:
     """Text rows (L, C), unpadded."""
     return unpadded(cond["cross_attn"][0].detach().float().cpu())
@@ -99,6 +146,7 @@ def request_of(guider: Any, sampler: Any, sigmas: torch.Tensor, noise: torch.Ten
         guidance=guidance,
         negative=digest_of_tensor(rows_of(guider.conds["negative"][0])) if guidance != 1 or forced else "",
         extra=(
+            *((("attention", attention),) if (attention := attention_of(guider.model_options)) else ()),
             ("compute dtype", str(patcher.model_dtype())),
             ("model kind", type(patcher.model).__name__),
             ("model sampling", _sampling(patcher)),

@@ -22,7 +22,14 @@ SAMPLERS = (  # deterministic, one call a step, at the levels of the schedule
 )
 CONDITIONING = {"cross_attn", "model_conds", "uuid", "pooled_output"}
 OPTIONS = {"transformer_options", "to_load_options", "registered_hooks", "disable_cfg1_optimization"}
-TRANSFORMER_OPTIONS = {"wrappers", "callbacks", "patches", "patches_replace", "sample_sigmas"}
+TRANSFORMER_OPTIONS = {  # the override: another attention kernel, which ours goes through
+    "wrappers",
+    "callbacks",
+    "patches",
+    "patches_replace",
+    "sample_sigmas",
+    "optimized_attention_override",
+}
 OBJECT_PATCHES = {"model_sampling"}
 
 

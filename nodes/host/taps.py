@@ -1,11 +1,13 @@
 """The host's attention during one prediction: taps that read queries and keys, and sparse attention in its place.
 
-An override of the host's attention lets the host's own function run wherever nothing else was asked for.
+An override of the host's attention lets the host's own function run wherever nothing else was asked for; one that
+another node has set (SageAttention and the like) stays in force below it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +34,10 @@ def watched(
     from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 
     options = create_model_options_clone(options)
-    watcher = _Watcher(grid, middle_layer(layers), taps, sparse, recording)
-    options["transformer_options"]["optimized_attention_override"] = watcher.attention
+    inner = options["transformer_options"]
+    below = inner.get("optimized_attention_override")
+    watcher = _Watcher(grid, middle_layer(layers), taps, sparse, recording, below)
+    inner["optimized_attention_override"] = watcher.attention
     add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, watcher.forward, options, is_model_options=True)
     if taps is not None:
         add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, _branches(taps), options, is_model_options=True)
@@ -58,9 +62,17 @@ def _split(x: torch.Tensor, heads: int) -> torch.Tensor:
 class _Watcher:
     """Counts the self-attentions of one forward, which tells the layer on every version of the host."""
 
-    def __init__(self, grid: TokenGrid, middle: int, taps: Taps | None, sparse: Connectivity | None, recording: bool):
+    def __init__(
+        self,
+        grid: TokenGrid,
+        middle: int,
+        taps: Taps | None,
+        sparse: Connectivity | None,
+        recording: bool,
+        below: Callable | None,
+    ):
         self.grid, self.middle, self.taps, self.sparse, self.recording = grid, middle, taps, sparse, recording
-        self.count = 0
+        self.below, self.count = below, 0
 
     def forward(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Around one forward of the transformer."""
@@ -69,6 +81,7 @@ class _Watcher:
 
     def attention(self, func: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, *args, **kwargs):
         """In the attention's place: q, k, v (b, s, heads * d) on Wan."""
+        func = func if self.below is None else partial(self.below, func)
         own = q.shape[1] == k.shape[1] == self.grid.tokens
         layer = self.count - (0 if own else 1)
         self.count += own
