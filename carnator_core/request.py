@@ -29,15 +29,29 @@ def digest_of_weights(tensors: Iterable[tuple[str, torch.Tensor]], full: bool = 
     """
     h = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors, key=lambda item: item[0]):
-        h.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        if tensor.numel() == 0:
-            continue
-        flat = tensor.detach().reshape(-1)
-        if not full and flat.numel() > SAMPLED_VALUES:
-            places = torch.linspace(0, flat.numel() - 1, SAMPLED_VALUES, dtype=torch.float64).long()
-            flat = flat[places.to(flat.device)]
-        h.update(flat.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        for inner, part in _parts(name, tensor):
+            h.update(f"{inner}{tuple(part.shape)}{part.dtype}".encode())
+            if part.numel():
+                h.update(_values(part.detach().as_subclass(torch.Tensor), full))
     return h.hexdigest()
+
+
+def _parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The tensor itself, or what a wrapper around several (as of quantised weights) holds."""
+    if not hasattr(type(tensor), "__tensor_flatten__"):
+        return [(name, tensor)]
+    kind = type(tensor).__name__
+    return [(f"{name}.{kind}.{inner}", getattr(tensor, inner)) for inner in tensor.__tensor_flatten__()[0]]
+
+
+def _values(tensor: torch.Tensor, full: bool) -> bytes:
+    """The sampled values' bytes; as bytes, because not every device can index every precision."""
+    flat = tensor.reshape(-1).contiguous()
+    rows = flat.view(torch.uint8).view(flat.numel(), -1)
+    if not full and len(rows) > SAMPLED_VALUES:
+        places = torch.linspace(0, len(rows) - 1, SAMPLED_VALUES, dtype=torch.float64).long()
+        rows = rows[places.to(rows.device)]
+    return rows.contiguous().cpu().numpy().tobytes()
 
 
 def unpadded(rows: torch.Tensor) -> torch.Tensor:

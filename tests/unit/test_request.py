@@ -4,6 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from carnator_core.request import Identity, Profile, digest_of_tensor, digest_of_weights
 
@@ -18,6 +19,17 @@ def profile(**changes) -> Profile:
     return replace(base, **changes)
 
 
+class PackedTensor(torch.Tensor):
+    """Bytes that stand for a matrix, as tensors of quantised weights do."""
+
+    @property
+    def shape(self):
+        return torch.Size((20, 20))
+
+    def detach(self):
+        return self
+
+
 def test_weights_digest_sees_values_names_shapes_and_dtypes_but_not_order():
     a, b = torch.randn(300, 7), torch.randn(5)
     digest = digest_of_weights([("a", a), ("b", b)])
@@ -30,6 +42,20 @@ def test_weights_digest_sees_values_names_shapes_and_dtypes_but_not_order():
         [("a", a)],
     ):
         assert digest_of_weights(other) != digest
+
+
+def test_weights_of_every_precision_and_of_quantising_wrappers_are_read():
+    """fp8, tensors that call another shape their own (GGUF), and wrappers around several tensors (scaled fp8)."""
+    values = torch.linspace(-3, 3, 300).view(3, 100)
+    eights = [(values * s).to(torch.float8_e4m3fn) for s in (1.0, 1.0, 2.0)]
+    one, same, other = (digest_of_weights([("w", t)]) for t in eights)
+    assert one == same != other
+    packed = [PackedTensor(torch.arange(200, dtype=torch.uint8) + i) for i in (0, 0, 1)]
+    one, same, other = (digest_of_weights([("w", t)]) for t in packed)
+    assert one == same != other
+    pairs = [TwoTensor(values.clone(), values * s) for s in (1.0, 1.0, 2.0)]
+    one, same, other = (digest_of_weights([("w", t)]) for t in pairs)
+    assert one == same != other  # only the second of the wrapped tensors differs
 
 
 def test_full_digest_sees_a_single_value_that_the_sample_skips():
