@@ -60,6 +60,14 @@ def unpadded(rows: torch.Tensor) -> torch.Tensor:
     return rows[: int(used.nonzero().max()) + 1 if used.any() else 1]
 
 
+def same_noise(one: str, other: str) -> bool:
+    """Whether two runs (`Profile.noise`) began with the same noise, be it on different latents.
+
+    The second part of a run in two parts goes on from what the first made, and that may be near the donor's.
+    """
+    return one.partition("+")[0] == other.partition("+")[0]
+
+
 @dataclass(frozen=True)
 class Identity:
     """All that must be equal between two requests before one may lend anything to the other."""
@@ -104,7 +112,7 @@ class Profile:
     """What may differ between a target and its donor."""
 
     conditioning: torch.Tensor = field(repr=False, compare=False)  # (L, C) rows of the positive prompt, unpadded
-    noise: str  # digest of the initial noise
+    noise: str  # digest of the initial noise; "+" and that of the latent below it where a run goes on from one
     sigmas: tuple[float, ...]  # descending, one more than steps, the last one usually 0
     sampler: str
     prompt: str = ""  # for people only; never decides anything

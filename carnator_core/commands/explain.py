@@ -9,7 +9,7 @@ from ..console import plain, print_table
 from ..gate.decide import schedules_differ
 from ..mini import sample
 from ..pipelines import Generator
-from ..request import Request
+from ..request import Request, same_noise
 from ..reuse.engine import CANDIDATES
 from ..reuse.plan import paced_plan
 from ..schedule import probe_steps
@@ -45,7 +45,7 @@ def _donor(request: Request, info: EntryInfo) -> dict[str, Any]:
         "prompt": info.prompt,
         "seed": info.seed,
         "similarity": round(info.similarity, 4) if info.similarity is not None else None,
-        "same_noise": info.noise == request.profile.noise,
+        "same_noise": same_noise(info.noise, request.profile.noise),
         "schedule": schedules_differ(request.profile, info.prediction_sigmas) or "fits",
     }
 

@@ -27,7 +27,7 @@ from ..gate.decide import Verdict, judge, schedules_differ
 from ..gate.policy import Policy
 from ..grid import TokenGrid
 from ..report import RunReport, StepRow
-from ..request import Request
+from ..request import Request, same_noise
 from ..schedule import finish_steps, is_level, probe_steps, step_of
 from ..signature.early import EarlySignature
 from ..signature.evidence import Evidence, gather
@@ -331,8 +331,8 @@ class Run:
         except ValueError as error:
             self.report.warnings.append(f"donor {entry_id[:8]} was passed over: {error}")
             return None
-        same_noise = entry.info.noise == self.request.profile.noise
-        verdict = judge(self.signature, lent, evidence, same_noise, self.policy)
+        noise = same_noise(entry.info.noise, self.request.profile.noise)
+        verdict = judge(self.signature, lent, evidence, noise, self.policy)
         reason = schedules_differ(self.request.profile, entry.sigmas)
         if verdict.decision == "joint" and reason:
             verdict = replace(verdict, decision="miss", reason=reason)

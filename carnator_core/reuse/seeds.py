@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..bank import Bank, EntryInfo
-from ..request import Request
+from ..request import Request, same_noise
 
 OWN, DONOR = "own", "donor"
 SEED_POLICIES = (OWN, DONOR)
@@ -17,7 +17,7 @@ N = TypeVar("N")
 def lender_of_noise(request: Request, bank: Bank) -> EntryInfo | None:
     """The nearest donor by text, if it started from other noise whose seed is known; else None."""
     nearest = bank.recall(request, 1)
-    if not nearest or nearest[0].seed is None or nearest[0].noise == request.profile.noise:
+    if not nearest or nearest[0].seed is None or same_noise(nearest[0].noise, request.profile.noise):
         return None
     return nearest[0]
 
@@ -34,6 +34,6 @@ def with_donors_noise(
     if donor is None:
         return None
     noise, changed = again(donor.seed)
-    if changed.profile.noise != donor.noise:
+    if not same_noise(changed.profile.noise, donor.noise):
         return None
     return noise, changed, f"seed {donor.seed} of donor {donor.id[:8]} was taken instead of your own (seed policy)"

@@ -154,7 +154,7 @@ def request_of(guider: Any, sampler: Any, sigmas: torch.Tensor, noise: torch.Ten
     )
     profile = Profile(
         conditioning=rows_of(guider.conds["positive"][0]),
-        noise=digest_of_tensor(noise) + (digest_of_tensor(latent) if start else ""),
+        noise=digest_of_tensor(noise) + (f"+{digest_of_tensor(latent)}" if start else ""),
         sigmas=tuple(float(s) for s in sigmas),
         sampler=f"{sampler_name(sampler)} {options} {inpaint}",
         seed=seed if isinstance(seed, int) else None,
