@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from . import seeds, world
-from .judge import TOLERANCES, Measures, blur, faithfulness, measure, verdict_on
+from .judge import TOLERANCES, Measures, faithfulness, measure, verdict_on
+from .judge_pixels import blur
 from .world import ATTRIBUTES, FRAMES, Scene
 
 Corruption = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Generator], torch.Tensor]
