@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Policy:
     """`threshold`: the largest accepted risk, on the gate's scale of [0, 1]. `depth`: most steps skipped in a row
-    on a schedule of 50; shorter ones skip as much of their way."""
+    on a schedule of 50; shorter ones skip as much of their way. `tolerance`: how far an answer may be off before fewer
+    steps are answered (`reuse.pace`)."""
 
     name: str
     threshold: float
     depth: int
+    tolerance: float = math.inf
 
 
 POLICIES = {

@@ -17,7 +17,7 @@ from ..mini import codec, sample, text
 from ..mini import model as mini
 from ..report import RunReport
 from ..request import Identity, Profile, Request, digest_of_tensor, digest_of_weights, unpadded
-from ..reuse.engine import Run
+from ..reuse.engine import REFRESH, Run
 from ..reuse.plan import Plan
 from ..reuse.seeds import DONOR, OWN, with_donors_noise
 from ..signature.evidence import Evidence
@@ -74,11 +74,13 @@ class Generator:
         latent: tuple[int, int, int] | None = None,
         region: torch.Tensor | None = None,
         sparse: Connectivity | None = None,
+        refresh: int = REFRESH,
     ) -> Clip:
         """Generate a clip of `size` x `size` pixels. `on_step(done, steps)` after each step.
 
         `seeds`: "own", or "donor" to start from the noise of the nearest donor instead. `latent`: (T, h, w) instead of
-        what `size` gives. `region`: as in `Run`. `sparse`: a fresh one to use sparse attention where `Run` allows it.
+        what `size` gives. `region`, `refresh`: as in `Run`. `sparse`: a fresh one for sparse attention where `Run`
+        allows it.
         """
         levels = sample.sigmas(steps)
 
@@ -91,8 +93,8 @@ class Generator:
         x, request = lent[:2] if lent else (x, request)
         grid = self.backbone.grid_of(self.model, tuple(x.shape))
         taps = Taps(grid, len(request.profile.conditioning))
-        layers = len(self.model.blocks)
-        run = Run(request, self.bank, self.policy, grid, taps, donor, forced, layers=layers, region=region)
+        how = dict(layers=len(self.model.blocks), region=region, refresh=refresh)
+        run = Run(request, self.bank, self.policy, grid, taps, donor, forced, **how)
         run.report.warnings.extend(lent[2:] if lent else ())
         result = run.exact()
         try:

@@ -33,6 +33,7 @@ from ..signature.early import EarlySignature
 from ..signature.evidence import Evidence, gather
 from ..signature.taps import Taps
 from .answer import MEMORY, DonorAnswer
+from .pace import Pace, off_by
 from .plan import Plan, dense_plan, paced_plan
 from .region import RegionSteps
 from .trajectory import Trajectory
@@ -59,7 +60,7 @@ def kept_levels(steps: int, latent_numel: int) -> list[int]:
 class Run:
     """One target. `grid`: the model's token grid; `taps`: what the host's taps write to, if it has any; `layers`: how
     many blocks the host can send through a `TokenWindow`, 0 for none; `region`: an evidence region (t, h, w) to take
-    instead of the found one (for measurements).
+    instead of the found one (for measurements); `refresh`: of the computed steps of a hit every how-many-th is full.
 
     `donor`: judge this entry alone instead of the nearest ones. `forced`: take this plan with the accepted donor
     whatever the risk (for measurements). `probe`: the probe's share of the schedule instead of the usual one.
@@ -77,6 +78,7 @@ class Run:
         probe: float | None = None,
         layers: int = 0,
         region: torch.Tensor | None = None,
+        refresh: int = REFRESH,
     ):
         self.request, self.bank, self.policy, self.grid, self.taps = request, bank, policy, grid, taps
         self._wanted, self._forced = donor, forced
@@ -91,8 +93,9 @@ class Run:
         self._tainted = ""  # why this run must not become a donor
         self._stopped = ""  # why reuse ended early
         self._answerer: DonorAnswer | None = None
-        self._layers, self._region = layers, region
+        self._layers, self._region, self.refresh = layers, region, refresh
         self._regions: RegionSteps | None = None
+        self._pace: Pace | None = None
         self._spread: float | None = None
         self._seen: set[int] = set()
         self._keep = set(kept_levels(self.steps, math.prod(request.identity.latent_shape)))
@@ -150,12 +153,17 @@ class Run:
 
     def region_planned(self, sigma: float) -> bool:
         """Whether the call at this level is to compute a part of the tokens; ask after `answer`."""
-        planned = self._regions is not None and self.plan.kind(step_of(sigma, self.sigmas)) == "region"
+        planned = self._regions is not None and self._kind(step_of(sigma, self.sigmas)) == "region"
         return planned and not self._stopped and self._regions.scope is not None
+
+    def _kind(self, index: int) -> str:
+        """What a step is to be, by the plan or, once a hit has begun, by the pace."""
+        return (self._pace or self.plan).kind(index)
 
     def window_at(self, sigma: float) -> TokenWindow | None:
         """What the transformer's blocks must go through at this call, if anything; ask after `answer`."""
-        if self._regions is None or self._stopped or step_of(sigma, self.sigmas) > max(self.plan.region):
+        last = self._pace.last if self._pace else max(self.plan.region, default=-1) + 1
+        if self._regions is None or self._stopped or step_of(sigma, self.sigmas) >= last:
             return None
         return self._regions.begin(self.region_planned(sigma))
 
@@ -177,10 +185,13 @@ class Run:
         with self._own_time():
             index = step_of(sigma, self.sigmas)
             row = StepRow(index, sigma, "dense", seconds)
-            if self._is_region(sigma):
+            region = self._is_region(sigma)
+            if region:
                 row.kind, row.cost = "region", self._regions.count()
             elif self._regions is not None:
                 self._regions.look(sigma, x0)
+            if self._pace:
+                self._pace.computed(index, None if region else off_by(self._answerer.answer(sigma), x0))
             self.report.steps.append(row)
             self.report.seconds["model"] = self.report.seconds.get("model", 0.0) + seconds
             self._seen.add(index)
@@ -268,7 +279,7 @@ class Run:
     def _respond(self, index: int, sigma: float) -> torch.Tensor | None:
         if index >= self.probe and not self._decided:
             self._decide()
-        if self._stopped or self.plan.kind(index) != "skipped":
+        if self._stopped or self._kind(index) != "skipped":
             return None
         return self._answer(sigma)
 
@@ -351,7 +362,7 @@ class Run:
         self._tainted = "a reused trajectory never becomes a donor"
         donor = Trajectory(entry.sigmas, predictions.to(self._last[1].device))
         if RegionSteps.possible(self._layers):
-            plan = plan if self._forced else plan.regional(REFRESH)
+            plan = plan if self._forced else plan.regional(self.refresh)
             self._regions = RegionSteps(self._layers, self.grid, donor, self._region) if plan.region else None
         else:
             plan = replace(plan, region=frozenset())
@@ -360,13 +371,20 @@ class Run:
         for sigma, x0 in self._probed:
             self._answerer.observe(sigma, x0)
         self._kept.clear()
+        if not self._forced:
+            refresh = self.refresh if self._regions else 1
+            depth = self._depth_for(verdict.risk)
+            self._pace = Pace(self.steps, self.probe, depth, self.policy.tolerance, refresh)
 
     def _plan_for(self, risk: float) -> Plan:
+        """What the run does as long as its answers hold."""
+        return paced_plan(self.sigmas, self._depth_for(risk), probe=self.probe)
+
+    def _depth_for(self, risk: float) -> int:
         """Depth by risk: the policy's most skipped steps in a row near risk 0, one near its threshold."""
         room = 1 - risk / self.policy.threshold
         depth = max(1, round(self.policy.depth * self.steps / REFERENCE_STEPS))
-        run = max(1, min(depth, 1 + int(room * depth)))
-        return paced_plan(self.sigmas, run, probe=self.probe)
+        return max(1, min(depth, 1 + int(room * depth)))
 
     def _answer(self, sigma: float) -> torch.Tensor | None:
         x0 = self._answerer.answer(sigma)
