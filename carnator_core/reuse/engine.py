@@ -176,7 +176,10 @@ class Run:
         if not self._is_region(sigma):
             return x0
         with self._own_time():
-            return self._regions.blend(x0, self._answerer.answer(sigma))
+            blended = self._guarded(lambda: self._regions.blend(x0, self._answerer.answer(sigma)))
+            return (
+                x0 if blended is None else blended
+            )  # what the window carried is near, where nothing better is at hand
 
     @torch.no_grad()
     def observe(self, sigma: float, x0: torch.Tensor, seconds: float) -> None:
@@ -190,8 +193,9 @@ class Run:
                 row.kind, row.cost = "region", self._regions.count()
             elif self._regions is not None:
                 self._regions.look(sigma, x0)
-            if self._pace:
-                self._pace.computed(index, None if region else off_by(self._answerer.answer(sigma), x0))
+            if self._pace and not self._stopped:
+                off = None if region else self._guarded(lambda: off_by(self._answerer.answer(sigma), x0))
+                self._pace.computed(index, off)
             self.report.steps.append(row)
             self.report.seconds["model"] = self.report.seconds.get("model", 0.0) + seconds
             self._seen.add(index)
