@@ -6,6 +6,7 @@ stochastic and second-order samplers call the model at levels of their own.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -69,6 +70,16 @@ def from_x0(parametrisation: str, x: torch.Tensor, x0: torch.Tensor, sigma: floa
     if parametrisation == "v":
         return ((1 - sigma**2) ** 0.5 * x - x0) / sigma
     raise ValueError(f"unknown parametrisation {parametrisation!r}")
+
+
+def log_snr(sigma: float, parametrisation: str = "flow") -> float:
+    """Half the log signal-to-noise ratio at a level, bounded at both ends; in it a prediction changes evenly."""
+    least = 1e-4
+    if parametrisation == "epsilon":
+        return -math.log(max(sigma, least))
+    sigma = min(max(sigma, least), 1 - least)
+    signal = (1 - sigma**2) ** 0.5 if parametrisation == "v" else 1 - sigma
+    return math.log(signal / sigma)
 
 
 def bracket(sigma: float, levels: Sequence[float]) -> tuple[int, int, float]:

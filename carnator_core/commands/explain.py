@@ -11,7 +11,7 @@ from ..mini import sample
 from ..pipelines import Generator
 from ..request import Request, same_noise
 from ..reuse.engine import CANDIDATES
-from ..reuse.plan import paced_plan
+from ..reuse.plan import even_plan
 from ..schedule import probe_steps
 
 
@@ -20,7 +20,7 @@ def explain(generator: Generator, prompt: str, seed: int, size: int, steps: int)
     noise, levels = sample.noise([seed], size), sample.sigmas(steps)
     request = generator.request(prompt, seed, noise, levels)
     bank, policy = generator.bank, generator.policy
-    plan = paced_plan(levels[:-1].tolist(), policy.depth)
+    plan = even_plan(levels[:-1].tolist(), policy.computed(0.0, steps, probe_steps(steps)))
     donors = [_donor(request, info) for info in bank.recall(request, CANDIDATES)]
     return {
         "prompt": prompt,

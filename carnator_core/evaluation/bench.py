@@ -25,7 +25,7 @@ from ..mini import model as mini
 from ..mini.evaluate import GRIDS, guesses
 from ..mini.judge import Measures, measure, verdict_on
 from ..mini.seeds import RANGES
-from ..reuse.plan import Plan, paced_plan, resume_plan
+from ..reuse.plan import Plan, even_plan, paced_plan, resume_plan
 from .methods import METHODS, Case
 from .metrics import interval, psnr_each, rounded
 from .traces import KINDS, Pair, pairs
@@ -35,13 +35,16 @@ PEAK = 2 * codec.SCALE
 
 
 def plan_named(name: str, steps: int) -> Plan:
-    """paced-R: R skipped for each dense step, dense finish. resume-K: skip from the probe to step K."""
+    """paced-R: R skipped for each dense step. even-N: N dense steps between probe and finish, evenly in log SNR.
+    resume-K: skip from the probe to step K."""
     kind, _, number = name.partition("-")
     levels = sample.sigmas(steps)[:-1].tolist()
     if kind == "resume" and number.isdigit() and int(number) < steps:
         return resume_plan(levels, int(number))
     if kind == "paced" and number.isdigit():
         return paced_plan(levels, int(number))
+    if kind == "even" and number.isdigit():
+        return even_plan(levels, int(number))
     raise ValueError(f"plan {name!r} is unknown for {steps} steps; use paced-R or resume-K with K below the steps")
 
 

@@ -46,7 +46,7 @@ DENSE = "dense"
 EVERYTHING = 1e9  # a threshold that no risk reaches
 
 
-NAME = re.compile(r"(policy|(?:paced|resume)-\d+|pace-(\d+)-t(\d+))(?:-r(\d+))?(?:-s(\d+))?")
+NAME = re.compile(r"(policy|(?:paced|even|resume)-\d+|pace-(\d+)-t(\d+))(?:-r(\d+))?(?:-s(\d+))?")
 
 
 @dataclass(frozen=True)

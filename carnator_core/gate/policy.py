@@ -5,17 +5,30 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..schedule import finish_steps
+
+REFERENCE_STEPS = 50  # a policy's depth is told for a schedule of this length: what counts is the way skipped at once
+
 
 @dataclass(frozen=True)
 class Policy:
-    """`threshold`: the largest accepted risk, on the gate's scale of [0, 1]. `depth`: most steps skipped in a row
-    on a schedule of 50; shorter ones skip as much of their way. `tolerance`: how far an answer may be off before fewer
+    """`threshold`: the largest accepted risk, on the gate's scale of [0, 1]. `depth`: steps skipped for each
+    computed one on a schedule of 50; shorter ones skip as much of their way. `tolerance`: how far an answer may be off before fewer
     steps are answered (`reuse.pace`)."""
 
     name: str
     threshold: float
     depth: int
     tolerance: float = math.inf
+
+    def computed(self, risk: float, steps: int, probe: int) -> int:
+        """How many of the steps between probe and dense finish are computed in a hit.
+
+        By risk: from one for each `depth` skipped ones near risk 0 to one for each skipped one near the threshold.
+        """
+        depth = max(1, round(self.depth * steps / REFERENCE_STEPS))
+        depth = max(1, min(depth, 1 + int((1 - risk / self.threshold) * depth)))
+        return max(0, round((steps - probe - finish_steps(steps)) / (depth + 1)))
 
 
 POLICIES = {

@@ -34,7 +34,7 @@ from ..signature.evidence import Evidence, gather
 from ..signature.taps import Taps
 from .answer import MEMORY, DonorAnswer
 from .pace import Pace, off_by
-from .plan import Plan, dense_plan, paced_plan
+from .plan import Plan, dense_plan, even_plan
 from .region import RegionSteps
 from .trajectory import Trajectory
 from .window import TokenWindow
@@ -44,7 +44,6 @@ T = TypeVar("T")
 CANDIDATES = 10  # paper: K = 10
 KEEP_BYTES = 512 * 2**20  # of predictions that a run remembers, in 16 bits
 KEEP_LEAST = 8
-REFERENCE_STEPS = 50  # a policy's depth is told for a schedule of this length: what counts is the way skipped at once
 REFRESH = 3  # of the computed steps in the middle of a joint run every third is full, the others compute a region
 COLLAPSE = 0.05  # a prediction whose deviation falls to this share of the last computed one's has collapsed
 
@@ -195,7 +194,7 @@ class Run:
                 self._regions.look(sigma, x0)
             if self._pace and not self._stopped:
                 off = None if region else self._guarded(lambda: off_by(self._answerer.answer(sigma), x0))
-                self._pace.computed(index, off)
+                self._pace.took(index, off)
             self.report.steps.append(row)
             self.report.seconds["model"] = self.report.seconds.get("model", 0.0) + seconds
             self._seen.add(index)
@@ -377,18 +376,14 @@ class Run:
         self._kept.clear()
         if not self._forced:
             refresh = self.refresh if self._regions else 1
-            depth = self._depth_for(verdict.risk)
-            self._pace = Pace(self.steps, self.probe, depth, self.policy.tolerance, refresh)
+            computed = self.policy.computed(verdict.risk, self.steps, self.probe)
+            kind = self.request.identity.parametrisation
+            self._pace = Pace(self.sigmas, self.probe, computed, self.policy.tolerance, refresh, kind)
 
     def _plan_for(self, risk: float) -> Plan:
         """What the run does as long as its answers hold."""
-        return paced_plan(self.sigmas, self._depth_for(risk), probe=self.probe)
-
-    def _depth_for(self, risk: float) -> int:
-        """Depth by risk: the policy's most skipped steps in a row near risk 0, one near its threshold."""
-        room = 1 - risk / self.policy.threshold
-        depth = max(1, round(self.policy.depth * self.steps / REFERENCE_STEPS))
-        return max(1, min(depth, 1 + int(room * depth)))
+        kind = self.request.identity.parametrisation
+        return even_plan(self.sigmas, self.policy.computed(risk, self.steps, self.probe), self.probe, kind)
 
     def _answer(self, sigma: float) -> torch.Tensor | None:
         x0 = self._answerer.answer(sigma)

@@ -1,19 +1,20 @@
-"""Pace: which steps of a joint run are answered, decided from step to step by how well the answers hold.
+"""Pace: which steps of a hit are answered, decided from step to step by how well the answers hold.
 
-At every full step the answer that would have been given can be compared with the prediction that was computed. Where it
-is off by more than the policy tolerates, fewer steps are answered before the next look; where it holds, more, up to the
-depth that the risk allows. A fixed plan knows nothing of a clip that goes another way after the probe.
+Looks are evenly spaced in log signal-to-noise ratio, in which a prediction changes evenly. At every look the answer that
+would have been given is compared with the prediction that was computed: where it is off by more than the policy
+tolerates, the next look comes sooner.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from ..schedule import finish_steps
+from ..schedule import finish_steps, log_snr
 
-GROWTH = 1.5  # the error of an answer grows with the steps since the last look about to this power
+GROWTH = 1.5  # the error of an answer grows with the way since the last look about to this power
 
 
 def off_by(answer: torch.Tensor, truth: torch.Tensor) -> float:
@@ -23,27 +24,25 @@ def off_by(answer: torch.Tensor, truth: torch.Tensor) -> float:
 
 @dataclass
 class Pace:
-    """`depth`: most steps answered in a row; `tolerance`: as `off_by`; `refresh`: of the computed steps every
-    how-many-th is full while the others may compute a region."""
+    """`computed`: how many steps between probe and finish are computed while answers hold; `tolerance`: as `off_by`;
+    `refresh`: of the computed steps every how-many-th is full while the others may compute a region."""
 
-    steps: int
+    sigmas: Sequence[float]
     probe: int
-    depth: int
+    computed: int
     tolerance: float
     refresh: int = 1
-    next: int = field(init=False)  # the next step to be computed
+    parametrisation: str = "flow"
     errors: list[float] = field(default_factory=list)
-    _computed: int = 0
-    _gap: int = field(init=False)
+    next: int = field(init=False)  # the next step to be computed
+    last: int = field(init=False)  # the first step of the dense finish
 
     def __post_init__(self) -> None:
-        self.next = self.probe + self.depth
-        self._gap = self.depth
-
-    @property
-    def last(self) -> int:
-        """The first step of the dense finish."""
-        return self.steps - finish_steps(self.steps)
+        self.last = len(self.sigmas) - finish_steps(len(self.sigmas))
+        self._levels = [log_snr(sigma, self.parametrisation) for sigma in self.sigmas]
+        self._way = (self._levels[self.last] - self._levels[self.probe - 1]) / (self.computed + 1)
+        self._done, self._looked = 0, self.probe - 1
+        self.next = self._after(self.probe - 1, self._way)
 
     def kind(self, step: int) -> str:
         """dense, skipped or region."""
@@ -51,18 +50,21 @@ class Pace:
             return "dense"
         if step < self.next:
             return "skipped"
-        return "region" if self._computed % self.refresh else "dense"
+        return "region" if self._done % self.refresh else "dense"
 
-    def computed(self, step: int, error: float | None) -> None:
+    def took(self, step: int, error: float | None) -> None:
         """A step behind the probe was computed; `error` of the answer in its place, None where it was not full."""
-        self._computed += 1
+        way = self._way
         if error is not None:
             self.errors.append(error)
-            self._gap = self._allowed(error)
-        self.next = step + 1 + self._gap
+            walked = self._levels[step] - self._levels[self._looked]
+            way = min(way, walked * (self.tolerance / max(error, 1e-9)) ** (1 / GROWTH))
+        self._done, self._looked = self._done + 1, step
+        self.next = self._after(step, way)
 
-    def _allowed(self, error: float) -> int:
-        """How many steps may be answered if this many gave this error."""
-        looked = self._gap + 1  # steps from one look to the next
-        room = (self.tolerance / max(error, 1e-9)) ** (1 / GROWTH)
-        return int(max(0, min(self.depth, looked * room - 1)))
+    def _after(self, step: int, way: float) -> int:
+        """The step nearest to so far behind this one, at least the following."""
+        wanted = self._levels[step] + way
+        return min(
+            range(step + 1, max(self.last, step + 1) + 1), key=lambda i: abs(self._levels[min(i, self.last)] - wanted)
+        )

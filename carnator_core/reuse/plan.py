@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..schedule import finish_steps, probe_steps
+from ..schedule import finish_steps, log_snr, probe_steps
 
 
 @dataclass(frozen=True)
@@ -62,3 +62,19 @@ def paced_plan(sigmas: Sequence[float], run: int, until: int | None = None, prob
     last = len(sigmas) - finish_steps(len(sigmas))
     last = last if until is None else min(until, last)
     return Plan(tuple(sigmas), frozenset(i for i in range(first, last) if (i - first) % (run + 1) < run))
+
+
+def even_plan(sigmas: Sequence[float], computed: int, probe: int | None = None, parametrisation: str = "flow") -> Plan:
+    """`computed` steps between probe and dense finish, evenly spaced in log signal-to-noise ratio; the others skipped.
+
+    Steps of a shifted schedule are close together in the middle, where a prediction hardly changes from one to the
+    next, and far apart at both ends.
+    """
+    first = probe_steps(len(sigmas)) if probe is None else probe
+    last = len(sigmas) - finish_steps(len(sigmas))
+    levels = [log_snr(sigma, parametrisation) for sigma in sigmas]
+    start, stop, free = levels[first - 1], levels[last], list(range(first, last))
+    for k in range(1, min(computed, len(free)) + 1):
+        wanted = start + k * (stop - start) / (computed + 1)
+        free.remove(min(free, key=lambda i, w=wanted: abs(levels[i] - w)))
+    return Plan(tuple(sigmas), frozenset(free))

@@ -11,7 +11,7 @@ from carnator_core.grid import TokenGrid
 from carnator_core.mini import model as mini
 from carnator_core.mini import sample
 from carnator_core.reuse.answer import DonorAnswer, ForecastAnswer, FrozenAnswer
-from carnator_core.reuse.plan import Plan, dense_plan, paced_plan, resume_plan
+from carnator_core.reuse.plan import Plan, dense_plan, even_plan, paced_plan, resume_plan
 from carnator_core.reuse.trajectory import Trajectory
 
 SHAPE = (1, 16, 2, 8, 8)
@@ -75,6 +75,9 @@ def test_every_plan_keeps_the_probe_and_the_finish_dense(steps, run):
 
 
 def test_plans_print_and_count_and_refuse_steps_that_do_not_exist():
+    shifted = [3 * u / (1 + 2 * u) for u in (1 - i / 50 for i in range(50))]
+    assert str(even_plan(shifted, 10)) == "####.#.#...#....#.....#.....#.....#....#...#.#.###"
+    assert str(even_plan(shifted, 99)) == "#" * 50 and even_plan(shifted, 0).forwards == 7
     assert str(resume_plan([1.0] * 50, 25)) == "####" + "." * 21 + "#" * 25
     assert resume_plan([1.0] * 50, 25).forwards == 29
     with pytest.raises(ValueError):
