@@ -1,7 +1,7 @@
 """Pace: which steps of a hit are answered, decided from step to step by how well the answers hold.
 
-Looks are evenly spaced in log signal-to-noise ratio, in which a prediction changes evenly. At every look the answer that
-would have been given is compared with the prediction that was computed: where it is off by more than the policy
+Looks are evenly spaced in log signal-to-noise ratio, in which a prediction changes evenly. At every look the answer
+that would have been given is compared with the prediction that was computed: where it is off by more than the policy
 tolerates, the next look comes sooner.
 """
 
@@ -65,6 +65,4 @@ class Pace:
     def _after(self, step: int, way: float) -> int:
         """The step nearest to so far behind this one, at least the following."""
         wanted = self._levels[step] + way
-        return min(
-            range(step + 1, max(self.last, step + 1) + 1), key=lambda i: abs(self._levels[min(i, self.last)] - wanted)
-        )
+        return min(range(step + 1, self.last + 1), key=lambda i: abs(self._levels[i] - wanted), default=self.last)
