@@ -201,7 +201,7 @@ def _arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--kind", choices=KINDS, default="one-word")
     parser.add_argument("--grid", choices=GRIDS, default="small")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--plan", nargs="+", default=["paced-2"], help="paced-R or resume-K")
+    parser.add_argument("--plan", nargs="+", default=["even-14"], help="even-N, paced-R or resume-K")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--split", choices=RANGES, default="proof")
     parser.add_argument("--seed", type=int, default=0, help="0 to 99: which pairs and noises of the split")
