@@ -14,9 +14,9 @@ REFERENCE_STEPS = 50  # a policy's depth is told for a schedule of this length: 
 class Policy:
     """What a person accepts.
 
-    `threshold`: the largest accepted risk, on the gate's scale of [0, 1]. `depth`: steps skipped for each computed one on
-    a schedule of 50; shorter ones skip as much of their way. `tolerance`: how far an answer may be off before fewer steps
-    are answered (`reuse.pace`).
+    `threshold`: the largest accepted risk, on the gate's scale of [0, 1]. `depth`: steps skipped for each computed one
+    on a schedule of 50; shorter ones skip as much of their way. `tolerance`: how far an answer may be off before fewer
+    steps are answered (`reuse.pace`).
     """
 
     name: str
