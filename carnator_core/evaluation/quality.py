@@ -3,8 +3,7 @@
 python -m carnator_core bench quality --out DIR [--pairs 64] [--grid large] [--plan policy paced-2 paced-2-r3] [--json]
 
 Every pair: the donor's run fills an empty bank, the target's own dense run is the truth, then the target runs once a
-plan. "policy" is the plan that the gate chooses; other names (see `bench reuse`) are forced whatever the risk;
-pace-D-tP answers at most D steps in a row while an answer is off by no more than P percent (`reuse.pace`); and
+plan. "policy" is the plan that the gate chooses; other names (see `bench reuse`) are forced whatever the risk, and
 -rN behind one lets every N-th computed step between skipped ones be full while the others compute a region, and -sP
 makes attention sparse in the full ones, P percent of its mass kept (always, as it is quality that is asked for).
 
@@ -29,7 +28,7 @@ from tqdm import tqdm
 from ..attention.connectivity import Connectivity
 from ..attention.kernels import PORTABLE
 from ..bank import Bank
-from ..gate.policy import DEFAULT, POLICIES, Policy
+from ..gate.policy import DEFAULT, POLICIES
 from ..mini import model as mini
 from ..mini import sample, world
 from ..mini.evaluate import GRIDS
@@ -43,10 +42,9 @@ from .traces import KINDS, Pair, pairs
 
 POLICY = "policy"
 DENSE = "dense"
-EVERYTHING = 1e9  # a threshold that no risk reaches
 
 
-NAME = re.compile(r"(policy|(?:paced|even|resume)-\d+|pace-(\d+)-t(\d+))(?:-r(\d+))?(?:-s(\d+))?")
+NAME = re.compile(r"(policy|(?:paced|even|resume)-\d+)(?:-r(\d+))?(?:-s(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,6 @@ class Way:
 
     plan: Plan | None
     kept: float | None
-    policy: Policy | None = None  # None: the command's
     refresh: int = REFRESH
 
     @classmethod
@@ -63,18 +60,15 @@ class Way:
         """ValueError for an unknown name."""
         found = NAME.fullmatch(name)
         if found is None:
-            raise ValueError(f"{name!r} is no plan; use policy, paced-R, resume-K or pace-D-tP, with -rN, -sP")
-        base, depth, tolerance, refresh, kept = found.groups()
+            raise ValueError(f"{name!r} is no plan; use policy, even-N, paced-R or resume-K, with -rN, -sP")
+        base, refresh, kept = found.groups()
         share = int(kept) / 100 if kept else None
         if share is not None and not 0 < share <= 1:
             raise ValueError(f"{name!r}: behind -s stand 1 to 100 percent")
         if refresh == "0":
             raise ValueError(f"{name!r}: every how many computed steps is one full? at least 1")
-        if depth:
-            policy = Policy(name, EVERYTHING, int(depth), int(tolerance) / 100)
-            return cls(None, share, policy, int(refresh or 1))
         if base == POLICY:
-            return cls(None, share, None, int(refresh or REFRESH))
+            return cls(None, share, int(refresh or REFRESH))
         return cls(plan_named(base, steps).regional(int(refresh or 1)), share)
 
     def sparse(self) -> Connectivity | None:
@@ -90,10 +84,8 @@ def measure_pair(make: Generator, pair: Pair, size: int, steps: int, ways: dict[
     told = {"seed": pair.seed, "kind": pair.kind, "changed": pair.changed}
     rows = [told | {"plan": DENSE, "cost": steps} | read_clip(truth, pair.target)]
     for name, way in ways.items():
-        make.policy, own = way.policy or make.policy, make.policy
         how = dict(donor=donor if way.plan else None, forced=way.plan, sparse=way.sparse(), refresh=way.refresh)
         clip = make(pair.prompt, pair.seed, size, steps, **how)
-        make.policy = own
         report = clip.report
         if report.written:
             make.bank.remove(report.written)
@@ -194,7 +186,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--kind", choices=KINDS, default="one-word")
     parser.add_argument("--grid", choices=GRIDS, default="large")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--plan", nargs="+", default=[POLICY], help="policy, paced-R, resume-K, pace-D-tP; -rN, -sP")
+    parser.add_argument("--plan", nargs="+", default=[POLICY], help="policy, even-N, paced-R or resume-K; -rN, -sP")
     parser.add_argument("--policy", choices=POLICIES, default=DEFAULT)
     parser.add_argument("--split", choices=RANGES, default="proof")
     parser.add_argument("--seed", type=int, default=0, help="0 to 99: which pairs and noises of the split")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ..schedule import finish_steps
@@ -15,14 +14,12 @@ class Policy:
     """What a person accepts.
 
     `threshold`: the largest accepted risk, on the gate's scale of [0, 1]. `depth`: steps skipped for each computed one
-    on a schedule of 50; shorter ones skip as much of their way. `tolerance`: how far an answer may be off before fewer
-    steps are answered (`reuse.pace`).
+    on a schedule of 50; shorter ones skip as much of their way.
     """
 
     name: str
     threshold: float
     depth: int
-    tolerance: float = math.inf
 
     def computed(self, risk: float, steps: int, probe: int) -> int:
         """How many of the steps between probe and dense finish are computed in a hit.

@@ -33,7 +33,6 @@ from ..signature.early import EarlySignature
 from ..signature.evidence import Evidence, gather
 from ..signature.taps import Taps
 from .answer import MEMORY, DonorAnswer
-from .pace import Pace, off_by
 from .plan import Plan, dense_plan, even_plan
 from .region import RegionSteps
 from .trajectory import Trajectory
@@ -94,7 +93,6 @@ class Run:
         self._answerer: DonorAnswer | None = None
         self._layers, self._region, self.refresh = layers, region, refresh
         self._regions: RegionSteps | None = None
-        self._pace: Pace | None = None
         self._spread: float | None = None
         self._seen: set[int] = set()
         self._keep = set(kept_levels(self.steps, math.prod(request.identity.latent_shape)))
@@ -152,17 +150,12 @@ class Run:
 
     def region_planned(self, sigma: float) -> bool:
         """Whether the call at this level is to compute a part of the tokens; ask after `answer`."""
-        planned = self._regions is not None and self._kind(step_of(sigma, self.sigmas)) == "region"
+        planned = self._regions is not None and self.plan.kind(step_of(sigma, self.sigmas)) == "region"
         return planned and not self._stopped and self._regions.scope is not None
-
-    def _kind(self, index: int) -> str:
-        """What a step is to be, by the plan or, once a hit has begun, by the pace."""
-        return (self._pace or self.plan).kind(index)
 
     def window_at(self, sigma: float) -> TokenWindow | None:
         """What the transformer's blocks must go through at this call, if anything; ask after `answer`."""
-        last = self._pace.last if self._pace else max(self.plan.region, default=-1) + 1
-        if self._regions is None or self._stopped or step_of(sigma, self.sigmas) >= last:
+        if self._regions is None or self._stopped or step_of(sigma, self.sigmas) > max(self.plan.region):
             return None
         return self._regions.begin(self.region_planned(sigma))
 
@@ -187,14 +180,10 @@ class Run:
         with self._own_time():
             index = step_of(sigma, self.sigmas)
             row = StepRow(index, sigma, "dense", seconds)
-            region = self._is_region(sigma)
-            if region:
+            if self._is_region(sigma):
                 row.kind, row.cost = "region", self._regions.count()
             elif self._regions is not None:
                 self._regions.look(sigma, x0)
-            if self._pace and not self._stopped:
-                off = None if region else self._guarded(lambda: off_by(self._answerer.answer(sigma), x0))
-                self._pace.took(index, off)
             self.report.steps.append(row)
             self.report.seconds["model"] = self.report.seconds.get("model", 0.0) + seconds
             self._seen.add(index)
@@ -282,7 +271,7 @@ class Run:
     def _respond(self, index: int, sigma: float) -> torch.Tensor | None:
         if index >= self.probe and not self._decided:
             self._decide()
-        if self._stopped or self._kind(index) != "skipped":
+        if self._stopped or self.plan.kind(index) != "skipped":
             return None
         return self._answer(sigma)
 
@@ -374,14 +363,9 @@ class Run:
         for sigma, x0 in self._probed:
             self._answerer.observe(sigma, x0)
         self._kept.clear()
-        if not self._forced:
-            refresh = self.refresh if self._regions else 1
-            computed = self.policy.computed(verdict.risk, self.steps, self.probe)
-            kind = self.request.identity.parametrisation
-            self._pace = Pace(self.sigmas, self.probe, computed, self.policy.tolerance, refresh, kind)
 
     def _plan_for(self, risk: float) -> Plan:
-        """What the run does as long as its answers hold."""
+        """By risk, the computed steps evenly spaced in log signal-to-noise ratio."""
         kind = self.request.identity.parametrisation
         return even_plan(self.sigmas, self.policy.computed(risk, self.steps, self.probe), self.probe, kind)
 
