@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from ..schedule import finish_steps, log_snr, probe_steps
 
+# Computed steps lie a little earlier than evenly, as what goes wrong early is amplified: on 10 pairs of the fit split with
+# 14 of 43 steps computed, exponents 0.8, 1, 1.25, 1.5, 1.8 gave 48.3, 52.2, 54.6, 52.5, 52.3 dB (worst pair 36 to 49).
+EARLY = 1.25
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -65,7 +69,8 @@ def paced_plan(sigmas: Sequence[float], run: int, until: int | None = None, prob
 
 
 def even_plan(sigmas: Sequence[float], computed: int, probe: int | None = None, parametrisation: str = "flow") -> Plan:
-    """`computed` steps between probe and dense finish, evenly spaced in log signal-to-noise ratio; the others skipped.
+    """`computed` steps between probe and dense finish, nearly evenly spaced in log signal-to-noise ratio; the others
+    skipped.
 
     Steps of a shifted schedule are close together in the middle, where a prediction hardly changes from one to the
     next, and far apart at both ends.
@@ -75,6 +80,6 @@ def even_plan(sigmas: Sequence[float], computed: int, probe: int | None = None, 
     levels = [log_snr(sigma, parametrisation) for sigma in sigmas]
     start, stop, free = levels[first - 1], levels[last], list(range(first, last))
     for k in range(1, min(computed, len(free)) + 1):
-        wanted = start + k * (stop - start) / (computed + 1)
+        wanted = start + (k / (computed + 1)) ** EARLY * (stop - start)
         free.remove(min(free, key=lambda i, w=wanted: abs(levels[i] - w)))
     return Plan(tuple(sigmas), frozenset(free))

@@ -76,7 +76,7 @@ def test_every_plan_keeps_the_probe_and_the_finish_dense(steps, run):
 
 def test_plans_print_and_count_and_refuse_steps_that_do_not_exist():
     shifted = [3 * u / (1 + 2 * u) for u in (1 - i / 50 for i in range(50))]
-    assert str(even_plan(shifted, 10)) == "####.#.#...#....#.....#.....#.....#....#...#.#.###"
+    assert str(even_plan(shifted, 10)) == "######..#...#....#.....#......#.....#....#...#.###"
     assert str(even_plan(shifted, 99)) == "#" * 50 and even_plan(shifted, 0).forwards == 7
     assert str(resume_plan([1.0] * 50, 25)) == "####" + "." * 21 + "#" * 25
     assert resume_plan([1.0] * 50, 25).forwards == 29
