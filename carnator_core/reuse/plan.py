@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ..schedule import finish_steps, log_snr, probe_steps
 
-# Computed steps lie a little earlier than evenly, as what goes wrong early is amplified: on 10 pairs of the fit split with
-# 14 of 43 steps computed, exponents 0.8, 1, 1.25, 1.5, 1.8 gave 48.3, 52.2, 54.6, 52.5, 52.3 dB (worst pair 36 to 49).
+# Computed steps lie a little earlier than evenly, as what goes wrong early is amplified: on 10 pairs of the fit split
+# with 14 of 43 steps computed, exponents 0.8, 1, 1.25, 1.5, 1.8 gave 48.3, 52.2, 54.6, 52.5, 52.3 dB (worst 36 to 49).
 EARLY = 1.25
 
 
