@@ -114,13 +114,13 @@ def test_region_steps_of_every_token_give_the_clip_of_full_steps(parts, tmp_path
     pipe = pipeline(parts, transformer=transformer(num_layers=6))
     fast = attach(pipe, bank=Bank(tmp_path))
     fast.policy = GENEROUS
-    ask(fast, guidance_scale=guidance)
+    ask(fast, guidance_scale=guidance, num_inference_steps=20)
     monkeypatch.setattr(regions, "scope_of", lambda region, grid: None)
-    full = ask(fast, "a red cube", guidance_scale=guidance)
+    full = ask(fast, "a red cube", guidance_scale=guidance, num_inference_steps=20)
     assert fast.report.decision == "joint" and fast.report.scope.active is None
     everything = torch.ones(2, 2, 2, dtype=torch.bool)
     monkeypatch.setattr(regions, "scope_of", lambda region, grid: Scope(everything, everything, everything.float()))
-    partly = ask(fast, "a red cube", guidance_scale=guidance)
+    partly = ask(fast, "a red cube", guidance_scale=guidance, num_inference_steps=20)
     assert "region" in {row.kind for row in fast.report.steps} and fast.report.scope.active == 1
     assert (partly - full).abs().max() < 1e-3
     assert all("forward" not in block.__dict__ for block in pipe.transformer.blocks)
