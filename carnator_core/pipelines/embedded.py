@@ -17,7 +17,7 @@ from ..mini import codec, sample, text
 from ..mini import model as mini
 from ..report import RunReport
 from ..request import Identity, Profile, Request, digest_of_tensor, digest_of_weights, unpadded
-from ..reuse.engine import REFRESH, Run
+from ..reuse.engine import Run
 from ..reuse.plan import Plan
 from ..reuse.seeds import DONOR, OWN, with_donors_noise
 from ..signature.evidence import Evidence
@@ -74,7 +74,7 @@ class Generator:
         latent: tuple[int, int, int] | None = None,
         region: torch.Tensor | None = None,
         sparse: Connectivity | None = None,
-        refresh: int = REFRESH,
+        refresh: int | None = None,
     ) -> Clip:
         """Generate a clip of `size` x `size` pixels. `on_step(done, steps)` after each step.
 

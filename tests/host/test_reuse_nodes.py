@@ -97,7 +97,7 @@ def test_the_signature_has_every_part(host, model, cache):
 def test_taps_of_the_host_read_what_the_cores_own_taps_read(host, model, cache):
     """Same model, same prompt, same noise: the signature does not depend on who drives."""
     fast = reusing(host, model, cache)
-    told = report(host, fast, sampled(host, fast))
+    told = report(host, fast, sampled(host, fast, cfg=2.0))
     theirs = host.module("nodes.host.banks").bank_of(cache).open(told["written"]).signature
     core_bank = host.module("carnator_core.bank").Bank(host.folder_paths.get_output_directory() + "/core_bank")
     clip = host.module("carnator_core.pipelines").Generator(core_bank)(PROMPT, seed=7, size=32, steps=STEPS)
@@ -160,6 +160,7 @@ def test_a_donor_id_from_a_report_reproduces_the_clip(host, model, cache):
 def test_split_guidance_batches_reuse_as_joint_ones_do(host, model, cache, short, monkeypatch):
     """The host computes both branches at once or in turn, as memory allows, from step to step."""
     regions, scope = (host.module(f"carnator_core.reuse.{name}") for name in ("region", "scope"))
+    monkeypatch.setattr(host.module("carnator_core.reuse.engine"), "REFRESH", 3)
     asked = iter(range(10**6))
 
     def required(shape, **_):
@@ -177,6 +178,7 @@ def test_split_guidance_batches_reuse_as_joint_ones_do(host, model, cache, short
     told = report(host, fast, joint)
     assert told["decision"] == "joint" and told["discrepancies"]["guidance"] > 0
     monkeypatch.undo()
+    monkeypatch.setattr(host.module("carnator_core.reuse.engine"), "REFRESH", 3)
     monkeypatch.setattr(regions, "scope_of", lambda region, grid: scope.Scope(half, half, half.float()))
     together = sampled(host, fast, OTHER)
     assert (joint["samples"] - together["samples"]).pow(2).mean() < 0.02 * together["samples"].var()
@@ -186,6 +188,7 @@ def test_split_guidance_batches_reuse_as_joint_ones_do(host, model, cache, short
 def test_region_steps_of_every_token_give_the_clip_of_full_steps(host, model, cache, cfg, monkeypatch):
     """Half of the tokens give another clip, at less cost; afterwards the model is the host's own."""
     regions, scope = (host.module(f"carnator_core.reuse.{name}") for name in ("region", "scope"))
+    monkeypatch.setattr(host.module("carnator_core.reuse.engine"), "REFRESH", 3)
     fast = reusing(host, model, cache)
     plain = sampled(host, fast, cfg=cfg)
 

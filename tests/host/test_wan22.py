@@ -92,6 +92,7 @@ def test_cold_equals_the_host_then_exact_then_joint(host, model, sampler):
 
 def test_region_steps_of_every_token_give_the_clip_of_full_steps(host, model, monkeypatch):
     regions, scope = (host.module(f"carnator_core.reuse.{name}") for name in ("region", "scope"))
+    monkeypatch.setattr(host.module("carnator_core.reuse.engine"), "REFRESH", 3)
     reusing = fast(host, model, "wan22_region")
     sampled(host, reusing, "a red ball")
     everything = torch.ones(3, 4, 4, dtype=torch.bool)

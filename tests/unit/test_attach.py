@@ -20,6 +20,7 @@ from carnator_core.bank import Bank
 from carnator_core.gate.policy import Policy
 from carnator_core.grid import TokenGrid
 from carnator_core.pipelines import attach, attached
+from carnator_core.reuse import engine
 from carnator_core.reuse import region as regions
 from carnator_core.reuse.scope import Scope
 from carnator_core.signature.taps import Taps, text_attention
@@ -111,6 +112,7 @@ def test_cold_exact_and_joint_through_the_pipelines_own_loop(parts, tmp_path, sc
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_region_steps_of_every_token_give_the_clip_of_full_steps(parts, tmp_path, guidance, monkeypatch):
+    monkeypatch.setattr(engine, "REFRESH", 3)
     pipe = pipeline(parts, transformer=transformer(num_layers=6))
     fast = attach(pipe, bank=Bank(tmp_path))
     fast.policy = GENEROUS
