@@ -44,8 +44,8 @@ CANDIDATES = 10  # paper: K = 10
 KEEP_BYTES = 512 * 2**20  # of predictions that a run remembers, in 16 bits
 KEEP_LEAST = 8
 # Of the computed steps between skipped ones every how-many-th is full; the others compute a region. 1: all are full, as
-# region steps have not paid yet. At the cost of 18 full steps they came to 39 to 44 dB on the large grid, where skipping
-# alone comes to more.
+# region steps have not paid yet. At the cost of 18 full steps they came to 39 to 44 dB on the large grid, where
+# skipping alone comes to more.
 REFRESH = 1
 COLLAPSE = 0.05  # a prediction whose deviation falls to this share of the last computed one's has collapsed
 
