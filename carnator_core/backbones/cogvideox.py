@@ -9,7 +9,7 @@ import torch
 
 from ..grid import TokenGrid
 from ..reuse.window import TokenWindow
-from .common import Attend, StandIn, standing_in, through_window
+from .common import Attend, ImageRotary, standing_in, through_window
 
 NAME = "cogvideox"
 PIPELINES: tuple[str, ...] = ()
@@ -31,13 +31,7 @@ def blocks_of(transformer: torch.nn.Module) -> list[torch.nn.Module]:
     return list(transformer.transformer_blocks)
 
 
-class _JointAttention(StandIn):
-    def __call__(
-        self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None, **more
-    ):
-        given = dict(hidden_states=hidden_states, encoder_hidden_states=encoder_hidden_states, **more)
-        return self.answer(attn, given | dict(attention_mask=attention_mask, image_rotary_emb=image_rotary_emb))
-
+class _JointAttention(ImageRotary):
     def begin(self, attention, given):
         from diffusers.models.embeddings import apply_rotary_emb
 

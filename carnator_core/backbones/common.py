@@ -56,8 +56,9 @@ class StandIn:
         raise NotImplementedError
 
     def end(self, attention: Any, given: dict[str, Any], out: torch.Tensor) -> Any:
-        """What the processor returns, from the attention's output (b, heads, s, d)."""
-        raise NotImplementedError
+        """What the processor returns, from the attention's output (b, heads, s, d); here of visual tokens alone."""
+        out = out.transpose(1, 2).flatten(2, 3).to(given["hidden_states"].dtype)
+        return attention.to_out[1](attention.to_out[0](out))
 
     def text(self, given: dict[str, Any], keys: int) -> Range | None:
         """Which keys are text."""
@@ -74,6 +75,16 @@ class StandIn:
 
     def dense(self, given: dict[str, Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return dispatched(self.own, q, k, v)
+
+
+class ImageRotary(StandIn):
+    """With the arguments of most families' processors."""
+
+    def __call__(
+        self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None, **more
+    ):
+        given = dict(hidden_states=hidden_states, encoder_hidden_states=encoder_hidden_states, **more)
+        return self.answer(attn, given | dict(attention_mask=attention_mask, image_rotary_emb=image_rotary_emb))
 
 
 @contextmanager

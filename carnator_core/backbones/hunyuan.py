@@ -9,7 +9,7 @@ import torch
 
 from ..grid import TokenGrid
 from ..reuse.window import TokenWindow
-from .common import Attend, StandIn, standing_in, through_window
+from .common import Attend, ImageRotary, standing_in, through_window
 
 NAME = "hunyuan"
 PIPELINES: tuple[str, ...] = ()
@@ -39,14 +39,8 @@ def _visible(mask: torch.Tensor) -> int | None:
     return count if bool((counts == count).all()) and bool(mask[..., :count].all()) else None
 
 
-class _JointAttention(StandIn):
+class _JointAttention(ImageRotary):
     """Padded text stands last, so it is cut off the keys; its own rows attend to what is visible, as in the model."""
-
-    def __call__(
-        self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None, **more
-    ):
-        given = dict(hidden_states=hidden_states, encoder_hidden_states=encoder_hidden_states, **more)
-        return self.answer(attn, given | dict(attention_mask=attention_mask, image_rotary_emb=image_rotary_emb))
 
     def begin(self, attention, given):
         hidden, text, mask = (given.get(n) for n in ("hidden_states", "encoder_hidden_states", "attention_mask"))

@@ -9,7 +9,7 @@ import torch
 
 from ..grid import TokenGrid
 from ..reuse.window import TokenWindow
-from .common import Attend, StandIn, of_tokens, standing_in, through_window
+from .common import Attend, ImageRotary, of_tokens, standing_in, through_window
 
 NAME = "ltx"
 PIPELINES: tuple[str, ...] = ()
@@ -29,13 +29,7 @@ def blocks_of(transformer: torch.nn.Module) -> list[torch.nn.Module]:
     return list(transformer.transformer_blocks)
 
 
-class _SelfAttention(StandIn):
-    def __call__(
-        self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None, **more
-    ):
-        given = dict(hidden_states=hidden_states, encoder_hidden_states=encoder_hidden_states, **more)
-        return self.answer(attn, given | dict(attention_mask=attention_mask, image_rotary_emb=image_rotary_emb))
-
+class _SelfAttention(ImageRotary):
     def begin(self, attention, given):
         from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
 
@@ -45,10 +39,6 @@ class _SelfAttention(StandIn):
         q, k = attention.norm_q(attention.to_q(hidden)), attention.norm_k(attention.to_k(hidden))
         qkv = apply_rotary_emb(q, rotary), apply_rotary_emb(k, rotary), attention.to_v(hidden)
         return tuple(x.unflatten(2, (attention.heads, -1)).transpose(1, 2) for x in qkv)
-
-    def end(self, attention, given, out):
-        out = out.transpose(1, 2).flatten(2, 3).to(given["hidden_states"].dtype)
-        return attention.to_out[1](attention.to_out[0](out))
 
 
 def attending(transformer: torch.nn.Module, attend: Attend) -> AbstractContextManager[None]:

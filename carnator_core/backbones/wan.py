@@ -95,10 +95,6 @@ class _SelfAttention(StandIn):
         q, k, v = (x.unflatten(2, (attention.heads, -1)).transpose(1, 2) for x in (q, k, attention.to_v(hidden)))
         return _rotated(q, rotary), _rotated(k, rotary), v
 
-    def end(self, attention, given, out):
-        out = out.transpose(1, 2).flatten(2, 3).type_as(given["hidden_states"])
-        return attention.to_out[1](attention.to_out[0](out))
-
 
 def attending(transformer: torch.nn.Module, attend: Attend) -> AbstractContextManager[None]:
     """Within the block, `attend` answers every self-attention. Cross-attention stays the model's own."""
