@@ -124,6 +124,7 @@ class Bank:
             raise ValueError(f"the budget must be positive, got {budget_bytes} bytes; use mode='off' for no bank")
         self.root, self.budget_bytes, self.mode = Path(root), int(budget_bytes), mode
         self.warnings: list[str] = []
+        self.noted = 0  # how many warnings there have been, also those that are no longer kept
         self._logged: set[str] = set()
         self._bad: set[str] = set()  # bad entries that could not be moved away
         self._swept = False
@@ -148,7 +149,13 @@ class Bank:
 
     def _note(self, text: str) -> None:
         self.warnings.append(text)
+        self.noted += 1
         del self.warnings[:-WARNINGS_KEPT]
+
+    def warnings_since(self, noted: int) -> list[str]:
+        """The warnings since `noted` had this value, as far as they are kept, each once."""
+        fresh = min(self.noted - noted, len(self.warnings))
+        return list(dict.fromkeys(self.warnings[len(self.warnings) - fresh :]))
 
     # --- finding ---
 

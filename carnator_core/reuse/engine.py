@@ -89,7 +89,7 @@ class Run:
         self.plan = dense_plan(self.sigmas)
         self.report = RunReport(reason="the run ended before the gate was asked")
         self.evidence: Evidence | None = None
-        self._told_before = set(bank.warnings)  # by earlier runs
+        self._noted_before = bank.noted  # warnings of earlier runs
         self._decided = False
         self._tainted = ""  # why this run must not become a donor
         self._stopped = ""  # why reuse ended early
@@ -241,8 +241,8 @@ class Run:
             if result is not None and not self._tainted and len(self._kept) == len(self._keep):
                 self._write(result)
             self._release()
-        known = self._told_before.union(self.report.warnings)
-        self.report.warnings.extend(w for w in dict.fromkeys(self.bank.warnings) if w not in known)
+        fresh = self.bank.warnings_since(self._noted_before)
+        self.report.warnings.extend(w for w in fresh if w not in self.report.warnings)
         return self.report
 
     def abort(self, reason: str) -> RunReport:

@@ -256,3 +256,14 @@ def test_sparse_attention_waits_for_a_hit_so_that_misses_become_donors(bank):
     assert {"dense", "skipped", "sparse"} <= {row.kind for row in hit.report.steps}
     alone = make(generator(Bank(bank.root, mode="off")), sparse=Connectivity(0.6, "portable"))
     assert "sparse" in {row.kind for row in alone.report.steps} and 0 < alone.report.scope.density < 1
+
+
+def test_every_run_that_could_not_be_kept_says_so_and_a_later_healthy_one_does_not(tmp_path):
+    place = tmp_path / "in the way"
+    place.write_text("not a folder")
+    maker = generator(Bank(place))
+    for seed in (1, 2):  # in the same words twice
+        told = make(maker, seed=seed).report
+        assert told.written is None and any("in the way" in line for line in told.warnings)
+    place.unlink()
+    assert make(maker, seed=3).report.warnings == []
