@@ -6,6 +6,7 @@ import torch
 
 from . import cogvideox, hunyuan, ltx, wan
 
+REAL_WIDTHS = wan.REAL_WIDTHS
 ALL = (wan, ltx, hunyuan, cogvideox)
 PIPELINES = tuple(name for backbone in ALL for name in backbone.PIPELINES)
 

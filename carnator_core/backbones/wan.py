@@ -18,6 +18,7 @@ from .common import Attend, StandIn, of_tokens, standing_in, through_window
 
 NAME = "wan"
 PIPELINES = ("WanPipeline",)  # classes of diffusers that `pipelines.attach` drives
+REAL_WIDTHS = {"wan-1.3b": dict(num_attention_heads=12, ffn_dim=8960, num_layers=30)}  # for benchmarks without weights
 
 
 def takes(transformer: torch.nn.Module) -> bool:

@@ -1,6 +1,6 @@
 """Quality of whole runs, as a user gets them: `bench quality` drives the pipeline itself, bank, gate and all.
 
-python -m carnator_core bench quality --out DIR [--pairs 64] [--grid large] [--plan policy paced-2 paced-2-r3] [--json]
+python -m carnator_core bench quality --out DIR [--pairs 64] [--grid large] [--plan policy even-14 even-14-r3] [--json]
 
 Every pair: the donor's run fills an empty bank, the target's own dense run is the truth, then the target runs once a
 plan. "policy" is the plan that the gate chooses; other names (see `bench reuse`) are forced whatever the risk, and

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from ..attention.connectivity import Connectivity
+from ..backbones import REAL_WIDTHS
 from ..bank import Bank
 from ..grid import TokenGrid
 from ..mini import model as mini
@@ -28,7 +29,6 @@ from ..pipelines import Clip, Generator
 from ..reuse.plan import Plan
 from ..reuse.scope import scope_of
 
-REAL = {"wan-1.3b": dict(num_attention_heads=12, ffn_dim=8960, num_layers=30)}
 TARGET = world.Scene("ball", "red", "forest", "left", "large", "steady", "one")
 SEED = 7
 
@@ -90,7 +90,7 @@ def model_of(backbone: str, device: str) -> torch.nn.Module:
         raise ValueError(f"{backbone} has real widths; time it with --device cuda")
     torch.manual_seed(0)
     with torch.device(device):
-        return mini.build(**REAL[backbone]).to(torch.bfloat16).eval().requires_grad_(False)
+        return mini.build(**REAL_WIDTHS[backbone]).to(torch.bfloat16).train(False).requires_grad_(False)
 
 
 def measure(model: torch.nn.Module, wanted: Timed, tokens: int, repeats: int) -> dict:
@@ -163,7 +163,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--name", help="which of its plans (default: the first that has a hit)")
     parser.add_argument("--tokens", type=int, default=4680)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--backbone", choices=("embedded", *REAL), default="embedded")
+    parser.add_argument("--backbone", choices=("embedded", *REAL_WIDTHS), default="embedded")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=command)

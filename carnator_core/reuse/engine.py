@@ -97,6 +97,7 @@ class Run:
         self._layers, self._region = layers, region
         self.refresh = REFRESH if refresh is None else refresh
         self._regions: RegionSteps | None = None
+        self._partly = False  # whether the call under way was to compute a region
         self._spread: float | None = None
         self._seen: set[int] = set()
         self._keep = set(kept_levels(self.steps, math.prod(request.identity.latent_shape)))
@@ -159,9 +160,10 @@ class Run:
 
     def window_at(self, sigma: float) -> TokenWindow | None:
         """What the transformer's blocks must go through at this call, if anything; ask after `answer`."""
+        self._partly = self.region_planned(sigma)
         if self._regions is None or self._stopped or step_of(sigma, self.sigmas) > max(self.plan.region):
             return None
-        return self._regions.begin(self.region_planned(sigma))
+        return self._regions.begin(self._partly)
 
     @torch.no_grad()
     def blended(self, sigma: float, x0: torch.Tensor) -> torch.Tensor:
@@ -169,13 +171,11 @@ class Run:
 
         Also right for a single guidance branch, as guidance leaves what both branches share alone.
         """
-        if not self._is_region(sigma):
+        if not self._is_region:
             return x0
         with self._own_time():
             blended = self._guarded(lambda: self._regions.blend(x0, self._answerer.answer(sigma)))
-            return (
-                x0 if blended is None else blended
-            )  # what the window carried is near, where nothing better is at hand
+            return x0 if blended is None else blended  # what the window carried, where nothing better is at hand
 
     @torch.no_grad()
     def observe(self, sigma: float, x0: torch.Tensor, seconds: float) -> None:
@@ -184,10 +184,10 @@ class Run:
         with self._own_time():
             index = step_of(sigma, self.sigmas)
             row = StepRow(index, sigma, "dense", seconds)
-            if self._is_region(sigma):
+            if self._is_region:
                 row.kind, row.cost = "region", self._regions.count()
-            elif self._regions is not None:
-                self._regions.look(sigma, x0)
+            elif self._regions is not None and not self._stopped:
+                self._guarded(lambda: self._regions.look(sigma, x0))
             self.report.steps.append(row)
             self.report.seconds["model"] = self.report.seconds.get("model", 0.0) + seconds
             self._seen.add(index)
@@ -197,7 +197,7 @@ class Run:
             if index + 1 == self.probe or self._answerer is not None:
                 self._spread = float(x0.std())
             if self._answerer is not None:
-                self._answerer.observe(sigma, x0)
+                self._guarded(lambda: self._answerer.observe(sigma, x0))
             elif index < self.probe:
                 self._probed = [*self._probed[-MEMORY + 1 :], (sigma, x0.clone())]
 
@@ -268,9 +268,10 @@ class Run:
                 self.report.reason = self._stopped
             return None
 
-    def _is_region(self, sigma: float) -> bool:
-        """Whether the call at this level computed a part of the tokens only."""
-        return self.region_planned(sigma) and self._regions.partial
+    @property
+    def _is_region(self) -> bool:
+        """Whether the call under way computed a part of the tokens only, whatever has stopped the reuse meanwhile."""
+        return self._partly and self._regions.partial
 
     def _respond(self, index: int, sigma: float) -> torch.Tensor | None:
         if index >= self.probe and not self._decided:

@@ -66,16 +66,16 @@ def _begin(guider, setup: Setup, noise, latent, sampler, sigmas, mask, seed) -> 
             return None, f"passed through: {reason}", noise
         request = request_of(guider, sampler, sigmas, noise, latent, seed)
         bank = Bank(".", mode="off") if off else banks.bank_of(setup.cache)
-        lent = None
+        lent, start = None, noise
         if setup.seeds == DONOR and setup.donor is None:
             lent = with_donors_noise(request, bank, _noise_again(guider, sampler, sigmas, latent))
-            noise, request = lent[:2] if lent else (noise, request)
+        start, request = lent[:2] if lent else (noise, request)
         grid = TokenGrid.of_latent(tuple(noise.shape), tuple(guider.model_patcher.model.diffusion_model.patch_size))
         taps = None if off else Taps(grid, len(request.profile.conditioning))
         layers = len(guider.model_patcher.model.diffusion_model.blocks)
         run = Run(request, bank, policy_named(setup.policy), grid, taps, setup.donor, probe=setup.probe, layers=layers)
         run.report.warnings.extend(lent[2:] if lent else ())
-        return run, "", noise
+        return run, "", start
     except Undigestible as error:
         return None, f"passed through: {error}", noise
     except Exception as error:  # a bug of ours must not cost a user's run
