@@ -266,6 +266,19 @@ def test_weights_are_known_by_content_and_strength(host, model, cache):
     assert told["decision"] == "miss" and "weights" in told["reason"]
 
 
+def test_an_error_after_the_donors_seed_was_taken_leaves_the_users_own_noise(host, model, cache, monkeypatch):
+    fast = reusing(host, model, cache)
+    sampled(host, fast)
+    (taking,) = host.run("CarnatorCompatibilityGate", model=fast, policy=GENEROUS, donor="", seed_policy="donor")
+
+    def broken(*_, **__):
+        raise RuntimeError("a bug of ours")
+
+    monkeypatch.setattr(host.module("nodes.host.sampling"), "Run", broken)
+    out = sampled(host, taking, OTHER, seed=8)
+    assert report(host, taking, out)["decision"] == "off" and same(out, sampled(host, model, OTHER, seed=8))
+
+
 def overridden(model, attention):
     """A clone whose attention another node replaced, as nodes for SageAttention do."""
     clone = model.clone()
