@@ -42,6 +42,9 @@ class RunReport:
     threshold: float | None = None
     certificate: str = "not certified"
     discrepancies: dict[str, float] = field(default_factory=dict)
+    # By how much the answers were off, as the next computed step showed: the worst stretch of answered steps, root mean
+    # square over the clip, in deviations of the prediction. What was found is made up for; None where nothing was.
+    answer_error: float | None = None
     scope: Scope = field(default_factory=Scope)
     steps: list[StepRow] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # by part: model, carnator, ...
@@ -89,6 +92,8 @@ class RunReport:
             line += f", {skipped} of {len(self.steps)} steps reused"
         if partly := sum(row.kind == "region" for row in self.steps):
             line += f", {partly} in a region"
+        if self.answer_error is not None:
+            line += f", answers off by {self.answer_error:.1%}"
         if self.speedup and skipped:
             line += f", about {self.speedup:.2f}x"
         return line + (f": {self.reason}" if self.reason else "")

@@ -72,14 +72,22 @@ def from_x0(parametrisation: str, x: torch.Tensor, x0: torch.Tensor, sigma: floa
     raise ValueError(f"unknown parametrisation {parametrisation!r}")
 
 
+def signal_ratio(sigma: float, parametrisation: str = "flow") -> float:
+    """Amplitude of the clean part of a noisy latent over that of its noise; infinite where there is no noise."""
+    if sigma <= 0:
+        return math.inf
+    if parametrisation == "epsilon":
+        return 1 / sigma
+    if parametrisation == "v":
+        return max(0.0, 1 - sigma**2) ** 0.5 / sigma
+    return max(0.0, 1 - sigma) / sigma
+
+
 def log_snr(sigma: float, parametrisation: str = "flow") -> float:
     """Half the log signal-to-noise ratio at a level, bounded at both ends; in it a prediction changes evenly."""
     least = 1e-4
-    if parametrisation == "epsilon":
-        return -math.log(max(sigma, least))
-    sigma = min(max(sigma, least), 1 - least)
-    signal = (1 - sigma**2) ** 0.5 if parametrisation == "v" else 1 - sigma
-    return math.log(signal / sigma)
+    bounded = max(sigma, least) if parametrisation == "epsilon" else min(max(sigma, least), 1 - least)
+    return math.log(signal_ratio(bounded, parametrisation))
 
 
 def bracket(sigma: float, levels: Sequence[float]) -> tuple[int, int, float]:

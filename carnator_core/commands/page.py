@@ -204,8 +204,15 @@ def _risk(report: RunReport) -> str:
         f'<i class="{side}" style="width:{100 * report.risk:.1f}%"></i>'
         f'<b style="left:{100 * report.threshold:.1f}%"></b></div>'
         f'<p class="quiet">By the differences to the nearest donor: {escape(found)}.'
-        f" {escape(_sentence(report.certificate))}</p>"
+        f" {escape(_sentence(report.certificate))}{_error(report)}</p>"
     )
+
+
+def _error(report: RunReport) -> str:
+    """What the run itself found of its answers; nothing where none were given."""
+    if report.answer_error is None:
+        return ""
+    return f" The answers were off by at most {report.answer_error:.1%} of the clip's contrast, and corrected."
 
 
 def _steps(report: RunReport) -> str:

@@ -45,7 +45,9 @@ def plan_named(name: str, steps: int) -> Plan:
         return paced_plan(levels, int(number))
     if kind == "even" and number.isdigit():
         return even_plan(levels, int(number))
-    raise ValueError(f"plan {name!r} is unknown for {steps} steps; use paced-R or resume-K with K below the steps")
+    raise ValueError(
+        f"plan {name!r} is unknown for {steps} steps; use even-N, paced-R, or resume-K with K below the steps"
+    )
 
 
 def claim(options: argparse.Namespace, names: Sequence[str]) -> None:

@@ -4,9 +4,9 @@ dense           the target's own full run; every distance is to its result
 fewer-steps     a shorter schedule
 own-frozen      the plan, skipped steps answered by the target's latest own prediction
 own-forecast    the plan, skipped steps answered by a linear forecast of the target's own predictions
-own-damped      the same at half of its slope, which is better for long skips
+own-corrected   the same with our correction of past answers (`reuse.correction`), so that only the donor is missing
 nirvana         the donor's noisy latent taken over at the step that leaves as many forwards (arXiv 2312.04429)
-carnator        the plan, skipped steps answered with the donor (`reuse.answer.DonorAnswer`)
+carnator        the plan, skipped steps answered with the donor (`reuse.answer.DonorAnswer`) and corrected
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from ..grid import TokenGrid
 from ..mini import sample
 from ..reuse.answer import DonorAnswer, ForecastAnswer, FrozenAnswer
+from ..reuse.correction import CorrectedAnswer
 from ..reuse.plan import Plan, dense_plan
 from ..reuse.trajectory import Trajectory
 from ..schedule import probe_steps
@@ -83,8 +84,8 @@ def own_forecast(case: Case) -> torch.Tensor:
     return walk(case.wanted, case.noise, case.plan, ForecastAnswer())
 
 
-def own_damped(case: Case) -> torch.Tensor:
-    return walk(case.wanted, case.noise, case.plan, ForecastAnswer(0.5))
+def own_corrected(case: Case) -> torch.Tensor:
+    return walk(case.wanted, case.noise, case.plan, CorrectedAnswer(ForecastAnswer(), case.plan))
 
 
 def nirvana(case: Case) -> torch.Tensor:
@@ -94,7 +95,7 @@ def nirvana(case: Case) -> torch.Tensor:
 
 def carnator(case: Case) -> torch.Tensor:
     donor = Trajectory(case.plan.sigmas, case.donor_x0)
-    return walk(case.wanted, case.noise, case.plan, DonorAnswer(donor, case.grid))
+    return walk(case.wanted, case.noise, case.plan, CorrectedAnswer(DonorAnswer(donor, case.grid), case.plan))
 
 
 METHODS: dict[str, Callable[[Case], torch.Tensor]] = {
@@ -102,7 +103,7 @@ METHODS: dict[str, Callable[[Case], torch.Tensor]] = {
     "fewer-steps": fewer_steps,
     "own-frozen": own_frozen,
     "own-forecast": own_forecast,
-    "own-damped": own_damped,
+    "own-corrected": own_corrected,
     "nirvana": nirvana,
     "carnator": carnator,
 }

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
 from ..mini import sample, text
+from ..reuse.correction import Answerer
 from ..reuse.plan import Plan
-
-
-class Answerer(Protocol):
-    def observe(self, sigma: float, x0: torch.Tensor) -> None: ...
-    def answer(self, sigma: float) -> torch.Tensor: ...
 
 
 class Prompted:

@@ -33,10 +33,9 @@ class FrozenAnswer:
 
 
 class ForecastAnswer:
-    """Control without history: the target's last two own predictions, extended linearly in sigma at a given slope."""
+    """Control without history: the target's last two own predictions, extended linearly in sigma."""
 
-    def __init__(self, slope: float = 1.0) -> None:
-        self.slope = slope
+    def __init__(self) -> None:
         self._seen: list[tuple[float, torch.Tensor]] = []
 
     def observe(self, sigma: float, x0: torch.Tensor) -> None:
@@ -48,7 +47,7 @@ class ForecastAnswer:
         if len(self._seen) == 1:
             return self._seen[0][1]
         (before, first), (latest, second) = self._seen
-        return second + self.slope * (second - first) * ((sigma - latest) / (latest - before))
+        return second + (second - first) * ((sigma - latest) / (latest - before))
 
 
 MEMORY = 3  # computed predictions that a combination is made of; a fourth was seen to bring under 0.1 dB

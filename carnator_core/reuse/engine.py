@@ -33,6 +33,7 @@ from ..signature.early import EarlySignature
 from ..signature.evidence import Evidence, gather
 from ..signature.taps import Taps
 from .answer import MEMORY, DonorAnswer
+from .correction import CorrectedAnswer
 from .plan import Plan, dense_plan, even_plan
 from .region import RegionSteps
 from .trajectory import Trajectory
@@ -93,7 +94,7 @@ class Run:
         self._decided = False
         self._tainted = ""  # why this run must not become a donor
         self._stopped = ""  # why reuse ended early
-        self._answerer: DonorAnswer | None = None
+        self._answerer: CorrectedAnswer | None = None
         self._layers, self._region = layers, region
         self.refresh = REFRESH if refresh is None else refresh
         self._regions: RegionSteps | None = None
@@ -174,7 +175,7 @@ class Run:
         if not self._is_region:
             return x0
         with self._own_time():
-            blended = self._guarded(lambda: self._regions.blend(x0, self._answerer.answer(sigma)))
+            blended = self._guarded(lambda: self._regions.blend(x0, self._answerer.plain.answer(sigma)))
             return x0 if blended is None else blended  # what the window carried, where nothing better is at hand
 
     @torch.no_grad()
@@ -198,6 +199,7 @@ class Run:
                 self._spread = float(x0.std())
             if self._answerer is not None:
                 self._guarded(lambda: self._answerer.observe(sigma, x0))
+                self.report.answer_error = self._answerer.error
             elif index < self.probe:
                 self._probed = [*self._probed[-MEMORY + 1 :], (sigma, x0.clone())]
 
@@ -364,7 +366,8 @@ class Run:
         else:
             plan = replace(plan, region=frozenset())
         self.report.decision, self.plan = "joint", plan
-        self._answerer = DonorAnswer(donor, self.grid)
+        kind = self.request.identity.parametrisation
+        self._answerer = CorrectedAnswer(DonorAnswer(donor, self.grid), plan, kind)
         for sigma, x0 in self._probed:
             self._answerer.observe(sigma, x0)
         self._kept.clear()

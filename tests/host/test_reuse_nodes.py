@@ -83,6 +83,21 @@ def test_cold_equals_the_host_then_exact_then_a_changed_word_is_joint(host, mode
     assert (joint["samples"] - own["samples"]).pow(2).mean() < 0.5 * far
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_corrected_answers_end_nearer_to_the_own_clip_in_every_sampler(host, model, cache, sampler, monkeypatch):
+    how = dict(sampler_name=sampler, steps=20, cfg=2.0)
+    own = sampled(host, model, OTHER, **how)["samples"]
+    fast = reusing(host, model, cache)
+    sampled(host, fast, **how)
+    corrected = sampled(host, fast, OTHER, **how)
+    assert report(host, fast, corrected)["decision"] == "joint"
+    answerer = host.module("carnator_core.reuse.correction").CorrectedAnswer
+    monkeypatch.setattr(answerer, "answer", lambda self, sigma: self.plain.answer(sigma))
+    plain = sampled(host, fast, OTHER, **how)
+    far, near = ((clip["samples"] - own).pow(2).mean() for clip in (plain, corrected))
+    assert near < 0.5 * far
+
+
 def test_the_signature_has_every_part(host, model, cache):
     fast = reusing(host, model, cache)
     told = report(host, fast, sampled(host, fast))

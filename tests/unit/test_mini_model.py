@@ -89,6 +89,18 @@ def test_a_checkpoint_is_no_pickle_and_a_missing_one_is_named(tmp_path):
     assert [p.suffix for p in tmp_path.iterdir()] == [".safetensors"] * 2
 
 
+def test_objects_and_their_edges_weigh_more_where_little_noise_is_left():
+    cover = torch.zeros(2, 5, 32, 32)
+    cover[:, :, 8:12, 20:24] = 1
+    weights = train.object_weights(cover, torch.tensor([0.0, 1.0]))
+    assert weights.shape == (2, 1, 5, 16, 16)
+    assert weights.mean().item() == pytest.approx(1, abs=1e-6)
+    clear, noise = weights[:, 0, 0]
+    assert clear[5, 11] == pytest.approx((1 + train.OBJECT_WEIGHT) * clear[0, 0].item())  # inside
+    assert clear[3, 9] == clear[5, 11]  # the cell that holds the edge's outside
+    assert clear[0, 0] == clear[15, 0] == noise[0, 0] == noise[5, 11]  # nothing is told apart in pure noise
+
+
 def test_evaluate_prints_its_contract(capsys):
     assert evaluate.main(["--captions", "2", "--steps", "2", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

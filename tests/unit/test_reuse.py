@@ -49,7 +49,7 @@ def test_an_answer_before_any_dense_step_is_refused(answerer):
 
 
 def test_a_forecast_extends_a_linear_course():
-    forecast = ForecastAnswer(slope=1.0)
+    forecast = ForecastAnswer()
     for sigma in (0.9, 0.8):
         forecast.observe(sigma, torch.full(SHAPE, sigma))
     torch.testing.assert_close(forecast.answer(0.6), torch.full(SHAPE, 0.6))
