@@ -60,12 +60,17 @@ def unpadded(rows: torch.Tensor) -> torch.Tensor:
     return rows[: int(used.nonzero().max()) + 1 if used.any() else 1]
 
 
+def begun_with(noise: str) -> str:
+    """The noise itself, of a `Profile.noise`, without the latent that it was added to."""
+    return noise.partition("+")[0]
+
+
 def same_noise(one: str, other: str) -> bool:
     """Whether two runs (`Profile.noise`) began with the same noise, be it on different latents.
 
     The second part of a run in two parts goes on from what the first made, and that may be near the donor's.
     """
-    return one.partition("+")[0] == other.partition("+")[0]
+    return begun_with(one) == begun_with(other)
 
 
 @dataclass(frozen=True)

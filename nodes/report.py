@@ -52,8 +52,8 @@ class CarnatorReport(io.ComfyNode):
     def execute(cls, model, samples: dict, images: torch.Tensor | None = None) -> io.NodeOutput:
         """LATENT -> LATENT, STRING, IMAGE; the report also goes to the ui output, and so into /history."""
         found = REPORTS.get(digest_of_tensor(samples["samples"].detach().cpu().float()))
-        report = found["report"] if found else RunReport(decision="off", reason=_unknown(model))
-        evidence = found["evidence"] if found else None
+        report = found.report if found else RunReport(decision="off", reason=_unknown(model))
+        evidence = found.evidence if found else None
         if images is None:
             images = torch.zeros(1, 8, 8, 3)
         elif evidence is not None:

@@ -24,11 +24,11 @@ from ..mini import codec, sample, world
 from ..mini import model as mini
 from ..mini.evaluate import GRIDS, guesses
 from ..mini.judge import Measures, measure, verdict_on
-from ..mini.seeds import RANGES
 from ..reuse.plan import Plan, even_plan, paced_plan, resume_plan
 from .methods import METHODS, Case
 from .metrics import interval, psnr_each, rounded
-from .traces import KINDS, Pair, pairs
+from .options import add_case_options, add_pair_options, check
+from .traces import Pair, pairs
 
 BATCH = {32: 16, 64: 4}
 PEAK = 2 * codec.SCALE
@@ -199,18 +199,12 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    parser.add_argument("--pairs", type=int, default=200)
-    parser.add_argument("--kind", choices=KINDS, default="one-word")
-    parser.add_argument("--grid", choices=GRIDS, default="small")
-    parser.add_argument("--steps", type=int, default=50)
+    add_pair_options(parser, pairs=200, grid="small")
+    add_case_options(parser)
     parser.add_argument("--plan", nargs="+", default=["even-14"], help="even-N, paced-R or resume-K")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--split", choices=RANGES, default="proof")
-    parser.add_argument("--seed", type=int, default=0, help="0 to 99: which pairs and noises of the split")
-    parser.add_argument("--weights", type=Path, default=mini.WEIGHTS)
     parser.add_argument("--out", type=Path, help="folder for rows.jsonl (resumed when it exists) and table.json")
     parser.add_argument("--plot", type=Path, help="write a picture of the curves")
-    parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=command)
     return parser
 
@@ -218,8 +212,7 @@ def _arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def command(options: argparse.Namespace) -> int:
     """Returns the exit code; ValueError for a bad plan."""
     plans = {name: plan_named(name, options.steps) for name in options.plan}
-    if options.pairs < 1 or not 0 <= options.seed < 100:
-        raise ValueError("--pairs must be at least 1 and --seed from 0 to 99")
+    check(options)
     methods = list(dict.fromkeys(["dense", *options.methods]))
     kept = None
     if options.out:

@@ -34,9 +34,10 @@ from ..attention.coverage import coverage
 from ..mini import model as mini
 from ..mini import sample, world
 from ..mini.evaluate import GRIDS
-from ..mini.seeds import FIT, RANGES
+from ..mini.seeds import FIT
 from ..schedule import probe_steps
 from .metrics import interval, rounded
+from .options import add_pair_options, check
 from .traces import KINDS, pairs
 from .walk import Prompted
 
@@ -150,21 +151,18 @@ def printed(lines: Sequence[dict]) -> str:
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """The `connectivity` command below `bench`."""
     parser = subparsers.add_parser("connectivity", help="whose attention mask fits a target best")
-    parser.add_argument("--pairs", type=int, default=8)
+    add_pair_options(parser, pairs=8, grid="large", split="calibrate")
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=["one-word", "seed-only", "new-scene"])
-    parser.add_argument("--grid", choices=GRIDS, default="large")
-    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--density", type=float, nargs="+", default=[0.3, 0.15])
-    parser.add_argument("--split", choices=RANGES, default="calibrate")
-    parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=command)
     return parser
 
 
 def command(options: argparse.Namespace) -> int:
     """Returns the exit code; ValueError for a bad number."""
-    if options.pairs < 1 or options.steps < 8:
-        raise ValueError("--pairs must be at least 1 and --steps at least 8")
+    check(options)
+    if options.steps < 8:
+        raise ValueError("--steps must be at least 8")
     model, size, steps = mini.load(), GRIDS[options.grid], options.steps
     probe = probe_steps(steps) - 1
     wanted = sorted({probe, *(round(share * steps) for share in LOOKED_AT)})

@@ -29,16 +29,15 @@ from ..attention.connectivity import Connectivity
 from ..attention.kernels import PORTABLE
 from ..bank import Bank
 from ..gate.policy import DEFAULT, POLICIES
-from ..mini import model as mini
 from ..mini import sample, world
 from ..mini.evaluate import GRIDS
-from ..mini.seeds import RANGES
 from ..pipelines import Generator
 from ..reuse.engine import REFRESH
 from ..reuse.plan import Plan
 from .bench import PEAK, claim, plan_named, read_clip, share_right
 from .metrics import interval, psnr_each, rounded
-from .traces import KINDS, Pair, pairs
+from .options import add_case_options, add_pair_options, check
+from .traces import Pair, pairs
 
 POLICY = "policy"
 DENSE = "dense"
@@ -92,6 +91,7 @@ def measure_pair(make: Generator, pair: Pair, size: int, steps: int, ways: dict[
         rows.append(
             told
             | {"plan": name, "decision": report.decision, "risk": report.risk, "cost": report.forwards}
+            | {"answer_error": report.answer_error}
             | {"psnr": psnr_each(clip.latent, truth, PEAK)[0]}
             | {"scope": [report.scope.evidence, report.scope.active, report.scope.context, report.scope.density]}
             | {"steps": [[row.sigma, row.kind, row.cost] for row in report.steps]}
@@ -140,6 +140,7 @@ def line_of(name: str, mine: Sequence[dict], dense: dict[int, dict], steps: int)
         "hits_less_dense": rounded(interval(less)),
         "worst_attribute": [worst, round(by_attribute[worst], 4)],
         "psnr": rounded(interval([row["psnr"] for row in hits]), 2),
+        "answer_error": _mean([row.get("answer_error") for row in hits]),
         "active": _mean([row["scope"][1] for row in hits]),
         "computed": _mean([row["scope"][2] for row in hits]),
         "density": _mean([row["scope"][3] for row in hits]),
@@ -182,16 +183,10 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     """The `quality` command below `bench`."""
     parser = subparsers.add_parser("quality", help="whole runs against their own dense clips")
     parser.add_argument("--out", type=Path, required=True, help="folder for rows, table and plan")
-    parser.add_argument("--pairs", type=int, default=64)
-    parser.add_argument("--kind", choices=KINDS, default="one-word")
-    parser.add_argument("--grid", choices=GRIDS, default="large")
-    parser.add_argument("--steps", type=int, default=50)
+    add_pair_options(parser, pairs=64, grid="large")
+    add_case_options(parser)
     parser.add_argument("--plan", nargs="+", default=[POLICY], help="policy, even-N, paced-R or resume-K; -rN, -sP")
     parser.add_argument("--policy", choices=POLICIES, default=DEFAULT)
-    parser.add_argument("--split", choices=RANGES, default="proof")
-    parser.add_argument("--seed", type=int, default=0, help="0 to 99: which pairs and noises of the split")
-    parser.add_argument("--weights", type=Path, default=mini.WEIGHTS)
-    parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=command)
     return parser
 
@@ -199,8 +194,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 @torch.no_grad()
 def command(options: argparse.Namespace) -> int:
     """Returns the exit code; ValueError for a bad plan."""
-    if options.pairs < 1 or not 0 <= options.seed < 100:
-        raise ValueError("--pairs must be at least 1 and --seed from 0 to 99")
+    check(options)
     ways = {name: Way.named(name, options.steps) for name in options.plan}
     claim(options, ("kind", "grid", "steps", "policy", "split", "seed"))
     wanted = pairs(options.split, options.kind, options.pairs, options.seed)

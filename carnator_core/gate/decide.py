@@ -79,7 +79,7 @@ def judge(
     found = discrepancies(target, donor, evidence)
     if not same_noise:
         words = round(found["words"], 4)
-        reason = "the nearest donor has another seed; keep its seed to reuse its computation"
+        reason = "the nearest donor began with other noise (another seed); keep its seed to reuse its computation"
         return Verdict("miss", reason, words, {"words": words})
     found = {name: round(value, 4) for name, value in found.items()}
     risk = found["disagreement"]

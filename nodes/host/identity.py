@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 
-from ...carnator_core.request import Identity, Profile, Request, digest_of_tensor, digest_of_weights, unpadded
+from ...carnator_core.request import (
+    Identity,
+    Profile,
+    Request,
+    begun_with,
+    digest_of_tensor,
+    digest_of_weights,
+    unpadded,
+)
+from .setup import ORIGINS
 from .supported import sampler_name
 
 _BASE: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # digests, kept with the model object
@@ -130,12 +139,30 @@ def rows_of(cond: dict) -> torch.Tensor:
     return unpadded(cond["cross_attn"][0].detach().float().cpu())
 
 
+def _noise_of(noise: torch.Tensor, latent: torch.Tensor) -> str:
+    """`Profile.noise`. The second part of a run in two parts adds no noise; its latent holds the first part's.
+
+    Where the first part is not known the latent stands for its noise, so that only runs from the very same latent have
+    it in common: predictions late in a schedule are too much alike to tell other noise by them.
+    """
+    if not torch.count_nonzero(latent):
+        return digest_of_tensor(noise)
+    start = digest_of_tensor(latent)
+    own = digest_of_tensor(noise) if torch.count_nonzero(noise) else begun_with(ORIGINS.get(start) or start)
+    return f"{own}+{start}"
+
+
+def of_unknown_noise(request: Request) -> bool:
+    """Whether a run goes on from a latent whose noise is not known."""
+    own, _, start = request.profile.noise.partition("+")
+    return own == start
+
+
 def request_of(guider: Any, sampler: Any, sigmas: torch.Tensor, noise: torch.Tensor, latent: torch.Tensor, seed: Any):
     """The request of a run whose support was checked before."""
     patcher = guider.model_patcher
     guidance = float(guider.cfg) if "negative" in guider.conds else 1.0
     forced = bool(guider.model_options.get("disable_cfg1_optimization"))
-    start = bool(torch.count_nonzero(latent))
     options = sorted((str(k), str(v)) for k, v in getattr(sampler, "extra_options", {}).items())
     inpaint = sorted((str(k), str(v)) for k, v in getattr(sampler, "inpaint_options", {}).items())
     identity = Identity(
@@ -154,7 +181,7 @@ def request_of(guider: Any, sampler: Any, sigmas: torch.Tensor, noise: torch.Ten
     )
     profile = Profile(
         conditioning=rows_of(guider.conds["positive"][0]),
-        noise=digest_of_tensor(noise) + (f"+{digest_of_tensor(latent)}" if start else ""),
+        noise=_noise_of(noise, latent),
         sigmas=tuple(float(s) for s in sigmas),
         sampler=f"{sampler_name(sampler)} {options} {inpaint}",
         seed=seed if isinstance(seed, int) else None,

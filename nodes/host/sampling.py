@@ -23,11 +23,16 @@ from ...carnator_core.reuse.engine import Run
 from ...carnator_core.reuse.seeds import DONOR, with_donors_noise
 from ...carnator_core.signature.taps import Taps
 from . import banks, events
-from .identity import Undigestible, request_of
-from .setup import KEY, REPORTS, Setup, setup_of
+from .identity import Undigestible, of_unknown_noise, request_of
+from .setup import KEY, ORIGINS, REPORTS, Setup, Told, setup_of
 from .supported import unsupported
 from .taps import watched
 from .window import windowed
+
+UNKNOWN_NOISE = (
+    "this run goes on from a latent that Carnator did not see being made, so only a run from the very same latent can"
+    " lend to it; put Carnator on the model of the first part too"
+)
 
 LOG = logging.getLogger("carnator")
 
@@ -67,7 +72,7 @@ def _begin(guider, setup: Setup, noise, latent, sampler, sigmas, mask, seed) -> 
         request = request_of(guider, sampler, sigmas, noise, latent, seed)
         bank = Bank(".", mode="off") if off else banks.bank_of(setup.cache)
         lent, start = None, noise
-        if setup.seeds == DONOR and setup.donor is None:
+        if setup.seeds == DONOR and setup.donor is None and torch.count_nonzero(noise):
             lent = with_donors_noise(request, bank, _noise_again(guider, sampler, sigmas, latent))
         start, request = lent[:2] if lent else (noise, request)
         grid = TokenGrid.of_latent(tuple(noise.shape), tuple(guider.model_patcher.model.diffusion_model.patch_size))
@@ -75,6 +80,8 @@ def _begin(guider, setup: Setup, noise, latent, sampler, sigmas, mask, seed) -> 
         layers = len(guider.model_patcher.model.diffusion_model.blocks)
         run = Run(request, bank, policy_named(setup.policy), grid, taps, setup.donor, probe=setup.probe, layers=layers)
         run.report.warnings.extend(lent[2:] if lent else ())
+        if of_unknown_noise(request):
+            run.report.warnings.append(UNKNOWN_NOISE)
         return run, "", start
     except Undigestible as error:
         return None, f"passed through: {error}", noise
@@ -151,11 +158,12 @@ def _finish(setup: Setup, run: Run, out: torch.Tensor) -> torch.Tensor:
     report = run.finish(out.detach().cpu())
     if run.bank.mode == "off" and setup.sparse is not None:
         report.reason = f"nothing was reused: {setup.missing or 'the cache is off'}"
+    ORIGINS.put(digest_of_tensor(out), run.request.profile.noise)
     _tell(setup, out, report, run.evidence)
     return out
 
 
 def _tell(setup: Setup, out: torch.Tensor, report: RunReport, evidence: Any = None) -> None:
-    REPORTS.put(digest_of_tensor(out.float()), report, evidence)
+    REPORTS.put(digest_of_tensor(out.float()), Told(report, evidence))
     LOG.info(report.summary())
     events.send_report(setup, report)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ...carnator_core.gate.policy import DEFAULT
 from ...carnator_core.report import RunReport
 from ...carnator_core.reuse.seeds import OWN
+from ...carnator_core.signature.evidence import Evidence
+
+T = TypeVar("T")
 
 KEY = "carnator"  # of our wrappers and attachment
-REPORTS_KEPT = 16
+REPORTS_KEPT, ORIGINS_KEPT = 16, 64
 
 
 @dataclass(frozen=True)
@@ -32,25 +35,36 @@ class SparseChoice:
     kernel: str
 
 
-class Mailbox:
-    """Reports of the last runs by the digest of their latent, so that a report node finds its own."""
+class Mailbox(Generic[T]):
+    """What is known of the latents that the last runs made, by the latents' digests."""
 
-    def __init__(self) -> None:
-        self._reports: OrderedDict[str, dict[str, Any]] = OrderedDict()
+    def __init__(self, kept: int) -> None:
+        self.kept = kept
+        self._known: OrderedDict[str, T] = OrderedDict()
         self._lock = threading.Lock()
 
-    def put(self, latent: str, report: RunReport, evidence: Any = None) -> None:
+    def put(self, latent: str, known: T) -> None:
         with self._lock:
-            self._reports[latent] = {"report": report, "evidence": evidence}
-            while len(self._reports) > REPORTS_KEPT:
-                self._reports.popitem(last=False)
+            self._known[latent] = known
+            self._known.move_to_end(latent)
+            while len(self._known) > self.kept:
+                self._known.popitem(last=False)
 
-    def get(self, latent: str) -> dict[str, Any] | None:
+    def get(self, latent: str) -> T | None:
         with self._lock:
-            return self._reports.get(latent)
+            return self._known.get(latent)
 
 
-REPORTS = Mailbox()  # reports only: nothing that a later run computes with
+@dataclass(frozen=True)
+class Told:
+    """What a report node shows."""
+
+    report: RunReport
+    evidence: Evidence | None
+
+
+REPORTS: Mailbox[Told] = Mailbox(REPORTS_KEPT)
+ORIGINS: Mailbox[str] = Mailbox(ORIGINS_KEPT)  # `Profile.noise`, for runs that go on from such a latent
 
 
 @dataclass(frozen=True)
