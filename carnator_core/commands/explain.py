@@ -20,7 +20,7 @@ def explain(generator: Generator, prompt: str, seed: int, size: int, steps: int)
     noise, levels = sample.noise([seed], size), sample.sigmas(steps)
     request = generator.request(prompt, seed, noise, levels)
     bank, policy = generator.bank, generator.policy
-    plan = even_plan(levels[:-1].tolist(), policy.computed(0.0, steps, probe_steps(steps)))
+    plan = even_plan(levels[:-1].tolist(), policy.computed(steps, probe_steps(steps)))
     donors = [_donor(request, info) for info in bank.recall(request, CANDIDATES)]
     return {
         "prompt": prompt,
@@ -32,7 +32,12 @@ def explain(generator: Generator, prompt: str, seed: int, size: int, steps: int)
         "no_donors": "" if donors else bank.explain_empty(request),
         "probe": probe_steps(steps),
         "steps": steps,
-        "policy": {"name": policy.name, "threshold": policy.threshold, "depth": policy.depth},
+        "policy": {
+            "name": policy.name,
+            "threshold": policy.threshold,
+            "depth": policy.depth,
+            "tolerance": policy.tolerance,
+        },
         "plan": str(plan),
         "forwards": plan.forwards,
         "warnings": list(bank.warnings),
@@ -66,8 +71,10 @@ def print_explanation(found: dict[str, Any]) -> None:
     )
     if found["forwards"] < steps:
         print(f"plan      {found['plan']}")
-        print(f"          of a joint hit near risk 0: {found['forwards']} of {steps} steps computed (#), the others")
-        print("          answered (.); nearer to the accepted risk fewer are answered, after a miss none")
+        print(
+            f"          of a joint hit: {found['forwards']} of {steps} steps computed (#), the others answered (.); where"
+        )
+        print(f"          answers are off by more than {policy['tolerance']:.0%} more is computed, after a miss all")
     else:
         print(f"plan      {steps} steps are too few to skip any")
     if not found["donors"]:

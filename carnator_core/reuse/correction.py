@@ -39,19 +39,19 @@ class CorrectedAnswer:
         self._given: list[int] = []  # skipped steps since the last computed one
         self._sum: torch.Tensor | None = None  # of their answers, each times its step in r
         self._debt: torch.Tensor | None = None
-        self.error: float | None = None  # the largest yet: of one stretch's mean answer, in deviations of a prediction
+        self.error: float | None = None  # of the last stretch's mean answer, in deviations of a prediction
 
     def observe(self, sigma: float, x0: torch.Tensor) -> None:
         """A computed prediction."""
         self.plain.observe(sigma, x0)
+        self.error = None
         if not self._given:
             return  # what is owed stays owed
         told_again = sum(self.plain.answer(self.plan.sigmas[i]) * self._length(i) for i in self._given)
         self._debt = told_again - self._sum
         length = sum(self._length(i) for i in self._given)
         if length > 0:
-            off = float(self._debt.pow(2).mean().sqrt() / (length * x0.float().std()).clamp_min(1e-12))
-            self.error = max(off, self.error or 0.0)
+            self.error = float(self._debt.pow(2).mean().sqrt() / (length * x0.float().std()).clamp_min(1e-12))
         self._given, self._sum = [], None
 
     def answer(self, sigma: float) -> torch.Tensor:

@@ -5,7 +5,8 @@
     x0 = run.step(sigma, compute)         # once per model call; `compute` is the host's own forward
     report = run.finish(result)           # keeps a computed run as a donor
 
-The probe runs dense; after it the nearest donors are recalled and judged, and the rest of the plan is fixed. Until the
+The probe runs dense; after it the nearest donors are recalled and judged, and the rest is planned; where answers turn
+out worse than the policy takes, more is computed. Until the
 first skipped step nothing of the run is touched, so a miss is the run itself. A host that computes a step in several
 calls uses `answer`, `window_at`, `blended` and `observe` instead of `step`. No method but `compute` itself raises
 because of a bank.
@@ -34,7 +35,7 @@ from ..signature.evidence import Evidence, gather
 from ..signature.taps import Taps
 from .answer import MEMORY, DonorAnswer
 from .correction import CorrectedAnswer
-from .plan import Plan, dense_plan, even_plan
+from .plan import Plan, dense_plan, even_plan, halved
 from .region import RegionSteps
 from .trajectory import Trajectory
 from .window import TokenWindow
@@ -198,8 +199,7 @@ class Run:
             if index + 1 == self.probe or self._answerer is not None:
                 self._spread = float(x0.std())
             if self._answerer is not None:
-                self._guarded(lambda: self._answerer.observe(sigma, x0))
-                self.report.answer_error = self._answerer.error
+                self._guarded(lambda: self._look(index, sigma, x0))
             elif index < self.probe:
                 self._probed = [*self._probed[-MEMORY + 1 :], (sigma, x0.clone())]
 
@@ -312,7 +312,7 @@ class Run:
         self.evidence = evidence
         self.report.scope.evidence = evidence.share
         if verdict.decision == "joint" or self._forced:
-            self._begin_joint(entry, verdict)
+            self._begin_joint(entry)
         if self.report.decision == "miss":
             self.report.donor = None
 
@@ -348,10 +348,10 @@ class Run:
             verdict = replace(verdict, decision="miss", reason=reason)
         return entry, verdict, evidence
 
-    def _begin_joint(self, entry: Entry, verdict: Verdict) -> None:
+    def _begin_joint(self, entry: Entry) -> None:
         """Load the donor's course and fix the plan; without a course the run stays dense."""
         predictions = entry.predictions()
-        plan = self._forced or self._plan_for(verdict.risk)
+        plan = self._forced or self._planned()
         if predictions is None or not plan.skipped:
             self.report.decision = "miss"
             self.report.reason = (
@@ -372,10 +372,21 @@ class Run:
             self._answerer.observe(sigma, x0)
         self._kept.clear()
 
-    def _plan_for(self, risk: float) -> Plan:
-        """By risk, the computed steps evenly spaced in log signal-to-noise ratio."""
+    def _look(self, index: int, sigma: float, x0: torch.Tensor) -> None:
+        """What a computed step tells of the answers before it; where they were off by more than the policy takes, the
+        next stretch of answers is cut in two."""
+        self._answerer.observe(sigma, x0)
+        error = self._answerer.error
+        if error is None:
+            return
+        self.report.answer_error = max(error, self.report.answer_error or 0.0)
+        if error > self.policy.tolerance and not self._forced:
+            self.plan = self._answerer.plan = halved(self.plan, index)
+
+    def _planned(self) -> Plan:
+        """The computed steps evenly spaced in log signal-to-noise ratio, as many as the policy has."""
         kind = self.request.identity.parametrisation
-        return even_plan(self.sigmas, self.policy.computed(risk, self.steps, self.probe), self.probe, kind)
+        return even_plan(self.sigmas, self.policy.computed(self.steps, self.probe), self.probe, kind)
 
     def _answer(self, sigma: float) -> torch.Tensor | None:
         x0 = self._answerer.answer(sigma)

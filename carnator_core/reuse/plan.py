@@ -50,6 +50,16 @@ class Plan:
         return Plan(self.sigmas, self.skipped, frozenset(i for n, i in enumerate(between) if n % refresh))
 
 
+def halved(plan: Plan, step: int) -> Plan:
+    """The same plan with the middle of the skipped steps right after `step` computed; one alone stays skipped."""
+    last = step
+    while last + 1 in plan.skipped:
+        last += 1
+    if last - step < 2:
+        return plan
+    return Plan(plan.sigmas, plan.skipped - {step + 1 + (last - step) // 2}, plan.region)
+
+
 def dense_plan(sigmas: Sequence[float]) -> Plan:
     return Plan(tuple(sigmas), frozenset())
 

@@ -24,7 +24,7 @@ def model(host):
 def generous(host):
     """A policy that judges nothing away, so that tests do not hang on how good today's weights are."""
     policy = host.module("carnator_core.gate.policy")
-    policy.POLICIES[GENEROUS] = policy.Policy(GENEROUS, 1.1, 3)
+    policy.POLICIES[GENEROUS] = policy.Policy(GENEROUS, 1.1, 3, 9.0)
     yield
     del policy.POLICIES[GENEROUS]
 

@@ -48,7 +48,7 @@ def model(host):
 @pytest.fixture(scope="module", autouse=True)
 def generous(host):
     policy = host.module("carnator_core.gate.policy")
-    policy.POLICIES["generous 5b"] = policy.Policy("generous 5b", 1.1, 3)
+    policy.POLICIES["generous 5b"] = policy.Policy("generous 5b", 1.1, 3, 9.0)
     yield
     del policy.POLICIES["generous 5b"]
 

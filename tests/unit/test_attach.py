@@ -26,7 +26,7 @@ from carnator_core.reuse.scope import Scope
 from carnator_core.signature.taps import Taps, text_attention
 
 STEPS = 10
-GENEROUS = Policy("generous", 1.1, 2)
+GENEROUS = Policy("generous", 1.1, 2, 9.0)
 SCHEDULERS = {
     "euler": lambda: FlowMatchEulerDiscreteScheduler(shift=3.0),
     "unipc": lambda: UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),

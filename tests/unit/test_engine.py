@@ -13,11 +13,11 @@ from carnator_core.gate.policy import Policy, policy_named
 from carnator_core.mini import sample
 from carnator_core.pipelines import Generator
 from carnator_core.reuse.engine import KEEP_BYTES, KEEP_LEAST, Run, kept_levels
-from carnator_core.reuse.plan import paced_plan
+from carnator_core.reuse.plan import even_plan, paced_plan
 
 PROMPT = "one large red ball moving left over the forest, steady camera"
 OTHER = PROMPT.replace("ball", "cross")
-GENEROUS = Policy("generous", 1.1, 3)  # judges nothing away, so the path behind the gate is what is tested
+GENEROUS = Policy("generous", 1.1, 3, 9.0)  # judges nothing away, so the path behind the gate is what is tested
 STEPS = 12
 
 
@@ -102,7 +102,7 @@ def test_another_seed_is_a_miss_that_names_the_remedy(bank):
 
 
 def test_a_refused_donor_is_a_miss_with_named_discrepancies(bank):
-    maker = generator(bank, Policy("strict", 0.0, 1))
+    maker = generator(bank, Policy("strict", 0.0, 1, 9.0))
     make(maker)
     found = make(maker, OTHER)
     assert found.report.decision == "miss" and found.report.donor is None
@@ -187,11 +187,25 @@ def test_a_collapsed_answer_ends_the_reuse(bank):
 
 
 def test_a_forced_plan_is_followed(bank):
-    maker = generator(bank, Policy("strict", 0.0, 1))
+    maker = generator(bank, Policy("strict", 0.0, 1, 9.0))
     make(maker)
     plan = paced_plan(sample.sigmas(STEPS)[:-1].tolist(), 2)
     found = make(maker, OTHER, forced=plan)
     assert {row.index for row in found.report.steps if row.kind == "skipped"} == plan.skipped
+
+
+@pytest.mark.parametrize("tolerance", [9.0, 0.0])
+def test_answers_that_are_off_by_more_than_the_policy_takes_make_it_compute_more(bank, tolerance):
+    maker = generator(bank, Policy("watchful", 1.1, 3, tolerance))
+    make(maker, steps=20)
+    found = make(maker, OTHER, steps=20)
+    planned = even_plan(sample.sigmas(20)[:-1].tolist(), maker.policy.computed(20, 2))
+    skipped = {row.index for row in found.report.steps if row.kind == "skipped"}
+    assert found.report.answer_error > 0 and "answers off by" in found.report.summary()
+    assert skipped == planned.skipped if tolerance else skipped < planned.skipped
+    exact, near = plain(maker, OTHER, steps=20), make(maker, OTHER, steps=20, forced=planned).latent
+    if not tolerance:
+        assert (found.latent - exact).norm() < (near - exact).norm()
 
 
 def test_time_of_our_own_is_small_on_a_miss(bank):
@@ -245,7 +259,7 @@ def test_an_error_of_our_own_ends_the_reuse_and_not_the_run(bank, monkeypatch):
 
 
 def test_sparse_attention_waits_for_a_hit_so_that_misses_become_donors(bank):
-    maker = generator(bank, Policy("generous", 1.1, 1))
+    maker = generator(bank, Policy("generous", 1.1, 1, 9.0))
     own = Connectivity(0.6, "portable")
     cold = make(maker, sparse=own)
     assert cold.report.written and {row.kind for row in cold.report.steps} == {"dense"}

@@ -65,7 +65,7 @@ def test_the_engine_with_a_forced_plan_is_the_method_that_the_harness_measures(t
     plan = paced_plan(sample.sigmas(STEPS)[:-1].tolist(), 1)
     case = Case.of(mini.load(), [pair], 32, plan)
     maker = Generator(Bank(tmp_path))
-    maker.policy = Policy("generous", 1.1, 3)
+    maker.policy = Policy("generous", 1.1, 3, 9.0)
     maker(pair.donor_prompt, seed=pair.seed, size=32, steps=STEPS)
     clip = maker(pair.prompt, seed=pair.seed, size=32, steps=STEPS, forced=plan)
     assert clip.report.decision == "joint"

@@ -150,7 +150,7 @@ OTHER = PROMPT.replace("red", "yellow")
 def lent(tmp_path_factory):
     """A generator whose bank holds PROMPT, that donor's id, and a plan."""
     make = Generator(Bank(tmp_path_factory.mktemp("region")))
-    make.policy = Policy("generous", 1.1, 1)
+    make.policy = Policy("generous", 1.1, 1, 9.0)
     donor = make(PROMPT, 7, 32, 12).report.written
     return make, donor, paced_plan(sample.sigmas(12)[:-1].tolist(), 1)
 

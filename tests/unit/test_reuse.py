@@ -11,7 +11,7 @@ from carnator_core.grid import TokenGrid
 from carnator_core.mini import model as mini
 from carnator_core.mini import sample
 from carnator_core.reuse.answer import DonorAnswer, ForecastAnswer, FrozenAnswer
-from carnator_core.reuse.plan import Plan, dense_plan, even_plan, paced_plan, resume_plan
+from carnator_core.reuse.plan import Plan, dense_plan, even_plan, halved, paced_plan, resume_plan
 from carnator_core.reuse.trajectory import Trajectory
 
 SHAPE = (1, 16, 2, 8, 8)
@@ -82,6 +82,19 @@ def test_plans_print_and_count_and_refuse_steps_that_do_not_exist():
     assert resume_plan([1.0] * 50, 25).forwards == 29
     with pytest.raises(ValueError):
         Plan((1.0,), frozenset({1}))
+
+
+@given(st.sets(st.integers(1, 18)), st.integers(0, 18))
+def test_halving_computes_one_step_more_in_the_next_stretch_and_nothing_else(skipped, step):
+    plan = Plan(tuple(1 - i / 20 for i in range(20)), frozenset(skipped))
+    found, stretch = halved(plan, step), []
+    while step + 1 + len(stretch) in skipped:
+        stretch.append(step + 1 + len(stretch))
+    (added,) = (plan.skipped - found.skipped) or {None}
+    if len(stretch) < 2:
+        assert found == plan
+    else:
+        assert added in stretch and abs(2 * added - stretch[0] - stretch[-1]) <= 1 and found.skipped < plan.skipped
 
 
 def test_a_dense_plan_is_the_plain_sampler_bit_for_bit():
