@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from ..bank import EntryInfo, entry_id
@@ -32,12 +33,7 @@ def explain(generator: Generator, prompt: str, seed: int, size: int, steps: int)
         "no_donors": "" if donors else bank.explain_empty(request),
         "probe": probe_steps(steps),
         "steps": steps,
-        "policy": {
-            "name": policy.name,
-            "threshold": policy.threshold,
-            "depth": policy.depth,
-            "tolerance": policy.tolerance,
-        },
+        "policy": asdict(policy),
         "plan": str(plan),
         "forwards": plan.forwards,
         "warnings": list(bank.warnings),
@@ -71,10 +67,10 @@ def print_explanation(found: dict[str, Any]) -> None:
     )
     if found["forwards"] < steps:
         print(f"plan      {found['plan']}")
+        print(f"          of a joint hit: {found['forwards']} of {steps} steps computed (#), the others answered (.);")
         print(
-            f"          of a joint hit: {found['forwards']} of {steps} steps computed (#), the others answered (.); where"
+            f"          where answers are off by more than {policy['tolerance']:.0%} more is computed, after a miss all"
         )
-        print(f"          answers are off by more than {policy['tolerance']:.0%} more is computed, after a miss all")
     else:
         print(f"plan      {steps} steps are too few to skip any")
     if not found["donors"]:
