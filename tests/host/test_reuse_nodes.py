@@ -8,6 +8,7 @@ import pytest
 import torch
 
 WEIGHTS = "carnator_mini_t2v.safetensors"
+LORA = "carnator_mini_fewstep_lora.safetensors"
 PROMPT = "one large red ball moving left over the sea, steady camera"
 OTHER = PROMPT.replace("ball", "cross")
 STEPS = 12
@@ -244,6 +245,21 @@ def test_a_changed_word_is_a_hit_that_the_judge_finds_right_with_fewer_calls_and
     (images,) = host.run("CarnatorEmbeddedDecode", samples=joint)
     read = judge.judge(images.permute(3, 0, 1, 2) * 2 - 1)
     assert all(judge.faithfulness(read, world.parse(asked)).values()), read
+
+
+def test_with_the_few_step_lora_four_steps_make_the_clip_and_a_changed_word_needs_three(host, model, cache):
+    judge, world = (host.module(f"carnator_core.mini.{name}") for name in ("judge", "world"))
+    (few,) = host.run("LoraLoaderModelOnly", model=model, lora_name=LORA, strength_model=1.0)
+    how, fast = dict(cfg=1.0, steps=4), reusing(host, few, cache, "balanced")
+    cold = sampled(host, fast, **how)
+    assert report(host, fast, cold)["written"] and same(cold, sampled(host, few, **how))
+    asked = PROMPT.replace("red", "yellow")
+    joint = sampled(host, fast, asked, **how)
+    told = report(host, fast, joint)
+    assert told["decision"] == "joint" and told["forwards"] == 3, told["reason"]
+    (images,) = host.run("CarnatorEmbeddedDecode", samples=joint)
+    found, scene = judge.measure(images.permute(3, 0, 1, 2) * 2 - 1), world.parse(asked)
+    assert all(found.words[name] == getattr(scene, name) for name in found.words), found
 
 
 def test_by_opt_in_a_run_takes_the_donors_seed_and_is_what_that_seed_gives(host, model, cache):

@@ -167,8 +167,6 @@ def test_evaluate_takes_the_few_step_companion(teacher, tmp_path, capsys):
 
 
 def test_the_shipped_lora_is_small_and_made_for_the_shipped_weights():
-    if not few_step.LORA.is_file():
-        pytest.skip("no few-step LoRA is shipped yet")
     assert few_step.LORA.stat().st_size <= 2_000_000
     few_step.load()
     assert all(f.isfinite().all() for f in lora.load(few_step.LORA).parameters())
