@@ -95,5 +95,5 @@ class RunReport:
         if self.answer_error is not None:
             line += f", answers off by {self.answer_error:.1%}"
         if self.speedup and skipped:
-            line += f", about {self.speedup:.2f}x"
+            line += ", over 100x" if self.speedup > 100 else f", about {self.speedup:.2f}x"
         return line + (f": {self.reason}" if self.reason else "")
