@@ -39,14 +39,14 @@ def psnr(a: torch.Tensor, b: torch.Tensor) -> float:
     return -10 * math.log10((a - b).pow(2).mean().item() + 1e-20)
 
 
-def test_loading_the_pack_adds_its_nodes_its_bank_folder_and_one_model_folder_and_nothing_else(host):
+def test_loading_the_pack_adds_its_nodes_its_bank_folder_and_two_model_folders_and_nothing_else(host):
     added = set(host.nodes.NODE_CLASS_MAPPINGS) - host.classes_before
     assert {"CarnatorEmbeddedText", "CarnatorEmbeddedDecode"} <= added
     assert all(name.startswith("Carnator") for name in added)
     after = host.folder_paths.folder_names_and_paths
     before = host.folders_before
     assert set(after) - set(before) == {"carnator"}  # the caches
-    assert {name for name in before if after[name] != before[name]} == {"diffusion_models"}
+    assert {name for name in before if after[name] != before[name]} == {"diffusion_models", "loras"}
     (paths, kinds), (old_paths, old_kinds) = after["diffusion_models"], before["diffusion_models"]
     assert paths[:-1] == old_paths and kinds == old_kinds  # behind the user's own folders
     assert WEIGHTS in host.nodes.UNETLoader.INPUT_TYPES()["required"]["unet_name"][0]
