@@ -1,7 +1,8 @@
 """One sampling run of ComfyUI, driven through the core's engine.
 
 `outer_sample` is the only thing that a node puts on a model. During a run it adds one wrapper to that run's own copy of
-the options and takes it away again; no state outlives the run but its report.
+the options and takes it away again; no state outlives the run but its report and, for a second part that goes on from
+its latent, which noise that latent holds.
 """
 
 from __future__ import annotations
