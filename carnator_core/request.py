@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -17,7 +18,7 @@ def digest_of_tensor(tensor: torch.Tensor) -> str:
     """Digest of shape, dtype and every value."""
     data = tensor.detach().contiguous().cpu()
     h = hashlib.blake2b(f"{tuple(data.shape)}{data.dtype}".encode(), digest_size=16)
-    h.update(data.flatten().view(torch.uint8).numpy().tobytes())
+    h.update(data.flatten().view(torch.uint8).numpy().data)
     return h.hexdigest()
 
 
@@ -89,7 +90,7 @@ class Identity:
         if self.parametrisation not in PARAMETRISATIONS:
             raise ValueError(f"parametrisation {self.parametrisation!r} is unknown; use one of {PARAMETRISATIONS}")
 
-    @property
+    @cached_property
     def digest(self) -> str:
         return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -123,7 +124,7 @@ class Profile:
     prompt: str = ""  # for people only; never decides anything
     seed: int | None = None  # for people only
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Equal digests under one identity mean the same request: the stored result is its exact answer."""
         h = hashlib.blake2b(digest_size=16)

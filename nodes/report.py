@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from comfy_api.latest import io
 
 from ..carnator_core.report import RunReport
-from ..carnator_core.request import digest_of_tensor
 from .host import compat
-from .host.setup import REPORTS, setup_of
+from .host.setup import REPORTS, digest_of_latent, setup_of
 
 TINT = torch.tensor([1.0, 0.35, 0.1])  # of the region where donor and target differ
 
@@ -51,7 +50,7 @@ class CarnatorReport(io.ComfyNode):
     @classmethod
     def execute(cls, model, samples: dict, images: torch.Tensor | None = None) -> io.NodeOutput:
         """LATENT -> LATENT, STRING, IMAGE; the report also goes to the ui output, and so into /history."""
-        found = REPORTS.get(digest_of_tensor(samples["samples"].detach().cpu().float()))
+        found = REPORTS.get(digest_of_latent(samples["samples"]))
         report = found.report if found else RunReport(decision="off", reason=_unknown(model))
         evidence = found.evidence if found else None
         if images is None:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def _rows(count: int, request: Request) -> Iterator[Row]:
     """Rows of the size that real ones have, with random text vectors."""
     draw, identity, profile = np.random.default_rng(0), request.identity, request.profile
     card = {
-        "identity": {**vars(identity)},
+        "identity": asdict(identity),
         "profile": {
             "digest": "",
             "noise": profile.noise,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+import torch
 
 from .files import Folder
 from .index import MEMORY, Index, Row, is_damage, read_only_rows
@@ -31,7 +32,7 @@ T = TypeVar("T")
 class _Vectors:
     generation: int
     ids: list[str]
-    noise: np.ndarray
+    noise: np.ndarray  # what each run began with
     matrix: np.ndarray
 
 
@@ -218,12 +219,17 @@ class Catalogue:
 
     # --- recall ---
 
-    def nearest(self, identity: str, vector: np.ndarray, noise: str, k: int) -> list[tuple[Row, float]]:
-        """(row, cosine) of the k nearest texts of one identity; among equals those with the same noise come first."""
+    def nearest(
+        self, identity: str, vector: np.ndarray, noise: str, k: int, only_same_noise: bool
+    ) -> list[tuple[Row, float]]:
+        """(row, cosine) of the k nearest texts of one identity; among equals those with the same noise come first.
+
+        `noise`: the digest that a run began with, as `begun_with` tells it.
+        """
 
         def work(index: Index) -> list[tuple[Row, float]]:
             known = self._vectors(index, identity, len(vector))
-            places, scores = _top(known, vector, noise, k)
+            places, scores = _top(known, vector, noise, k, only_same_noise)
             rows = {row.id: row for row in index.rows(known.ids[place] for place in places)}
             pairs = ((rows.get(known.ids[place]), float(scores[place])) for place in places)
             return [(row, score) for row, score in pairs if row]
@@ -243,10 +249,15 @@ class Catalogue:
         return cached
 
 
-def _top(known: _Vectors, vector: np.ndarray, noise: str, k: int) -> tuple[np.ndarray, np.ndarray]:
+def _top(
+    known: _Vectors, vector: np.ndarray, noise: str, k: int, only_same_noise: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """(places of the k best in descending order, similarities of all)."""
-    scores = np.round(vector.astype(np.float32) @ known.matrix, DECIMALS)
-    rank = scores + (known.noise == noise) * np.float32(0.4 * 10**-DECIMALS)
-    count = min(max(k, 0), len(rank))
-    places = np.argpartition(-rank, count - 1)[:count] if 0 < count < len(rank) else np.arange(count)
-    return places[np.argsort(-rank[places], kind="stable")], scores
+    products = torch.from_numpy(vector.astype(np.float32)) @ torch.from_numpy(known.matrix)  # see `text._projection`
+    scores, same = np.round(products.numpy(), DECIMALS), known.noise == noise
+    rank = scores + same * np.float32(0.4 * 10**-DECIMALS)
+    among = np.flatnonzero(same) if only_same_noise else np.arange(len(rank))
+    count = min(k, len(among))
+    if 0 < count < len(among):
+        among = among[np.argpartition(-rank[among], count - 1)[:count]]
+    return among[np.argsort(-rank[among], kind="stable")], scores

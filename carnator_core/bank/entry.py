@@ -4,7 +4,6 @@ entry.json                 schema, id, identity, profile, provenance, sizes, che
 signature.safetensors      the Early Signature's tensors, and the text vector under `bank.text`
 predictions.safetensors    guided x0 predictions (S, *latent) in 16 bits, their sigmas in float64
 result.safetensors         the final latent, bit for bit
-connectivity.safetensors   packed bits (uint8), optional
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from .text import DIMENSIONS, text_vector
 SCHEMA = 1
 MANIFEST = "entry.json"
 SIGNATURE, PREDICTIONS, RESULT = "signature.safetensors", "predictions.safetensors", "result.safetensors"
-CONNECTIVITY = "connectivity.safetensors"
-REQUIRED = (SIGNATURE, PREDICTIONS, RESULT)
+PARTS = (SIGNATURE, PREDICTIONS, RESULT)
 TEXT = "bank.text"
 MANIFEST_LIMIT = 4 * 2**20  # bytes; a real one has some KB
 # A run with borrowed masks is left out too: its attention was the donor's, not its own.
@@ -60,7 +58,6 @@ class EntryDraft:
     predictions: torch.Tensor
     prediction_sigmas: Sequence[float]
     result: torch.Tensor
-    connectivity: Mapping[str, torch.Tensor] | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -118,10 +115,6 @@ def checksum(data: bytes | memoryview) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _level_checksum(level: torch.Tensor) -> str:
-    return checksum(level.contiguous().flatten().view(torch.uint8).numpy().data)
-
-
 def _seal_of(manifest: Mapping[str, Any]) -> str:
     """Checksum of a manifest's own content."""
     rest = {key: value for key, value in manifest.items() if key != "checksum"}
@@ -133,15 +126,29 @@ def _seal_of(manifest: Mapping[str, Any]) -> str:
 
 def draft_bytes(draft: EntryDraft) -> int:
     """Bytes the tensors of a draft will take, before anything is converted."""
-    small = [*draft.signature.values(), *(draft.connectivity or {}).values(), draft.result]
+    small = [*draft.signature.values(), draft.result]
     return draft.predictions.numel() * 2 + sum(t.numel() * t.element_size() for t in small)
 
 
+# The bits of a float without its sign, as a whole number, are below these exactly when it is finite.
+_INFINITY = {
+    torch.float16: (torch.int16, 0x7C00),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.float64: (torch.int64, 0x7FF0000000000000),
+}
+
+
 def _finite(tensor: torch.Tensor) -> bool:
-    if not tensor.is_floating_point():
+    """Whether every value is finite. By bits and in numpy: torch's isfinite takes ten times as long in 16 bits, and
+    parallel work on small tensors waits for its threads longer than it works."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
-    wide = tensor.float() if tensor.element_size() == 1 else tensor  # float8 knows no isfinite
-    return bool(torch.isfinite(wide).all())
+    if tensor.dtype not in _INFINITY:
+        return bool(torch.isfinite(tensor.float()).all())  # float8 knows no isfinite of its own
+    whole, infinity = _INFINITY[tensor.dtype]
+    bits = tensor.detach().cpu().contiguous().view(whole).numpy()
+    return int((bits & np.iinfo(bits.dtype).max).max()) < infinity
 
 
 def check_draft(draft: EntryDraft) -> None:
@@ -159,8 +166,6 @@ def check_draft(draft: EntryDraft) -> None:
     _check_sigmas(draft.prediction_sigmas, len(draft.predictions), Refused)
     if TEXT in draft.signature:
         raise Refused(f"the name {TEXT!r} is the bank's own; rename this signature tensor")
-    if any(t.dtype != torch.uint8 for t in (draft.connectivity or {}).values()):
-        raise Refused("connectivity must be packed bits (uint8)")
     for name, tensor in {**draft.signature, "predictions": draft.predictions, "result": draft.result}.items():
         if not _finite(tensor):
             raise Refused(f"{name} holds non-finite values; the run collapsed and is no donor")
@@ -198,14 +203,11 @@ def _spec(tensors: Mapping[str, torch.Tensor]) -> dict[str, list]:
 
 def _groups(draft: EntryDraft, vector: np.ndarray) -> dict[str, dict[str, torch.Tensor]]:
     sigmas = torch.tensor([float(s) for s in draft.prediction_sigmas], dtype=torch.float64)
-    groups = {
+    return {
         SIGNATURE: {**_own(draft.signature), TEXT: torch.from_numpy(vector)},
         PREDICTIONS: {"predictions": _halved(draft.predictions), "sigmas": sigmas},
         RESULT: {"result": draft.result.detach().cpu().contiguous()},
     }
-    if draft.connectivity is not None:
-        groups[CONNECTIVITY] = _own(draft.connectivity)
-    return groups
 
 
 def _seconds(value: Any) -> float:
@@ -241,7 +243,6 @@ def seal(draft: EntryDraft) -> Sealed:
         "carnator": __version__,
         "dense_seconds": _seconds(draft.provenance.get("dense_seconds")),
         "prediction_sigmas": [float(s) for s in draft.prediction_sigmas],
-        "levels": [_level_checksum(level) for level in groups[PREDICTIONS]["predictions"]],
         "files": {
             name: {"bytes": len(files[name]), "checksum": checksum(files[name]), "tensors": _spec(tensors)}
             for name, tensors in groups.items()
@@ -322,14 +323,14 @@ def _check_manifest(manifest: dict[str, Any], entry_id: str) -> None:
     own = _id_of(identity.digest, profile["digest"])
     _need(manifest["id"] == entry_id == own, "the id does not belong to this identity and profile")
     _need(manifest["provenance"].get("computed") is True, "the provenance is not that of a computed run")
-    _need(set(REQUIRED) <= set(files) <= {*REQUIRED, CONNECTIVITY}, f"unexpected files {sorted(files)}")
+    _need(set(files) == set(PARTS), f"unexpected files {sorted(files)}")
     sigmas, shape = manifest["prediction_sigmas"], list(identity.latent_shape)
-    _check_sigmas(sigmas, len(manifest["levels"]), BadEntry)
     predictions = files[PREDICTIONS]["tensors"]
     _need(set(predictions) == {"predictions", "sigmas"}, f"{PREDICTIONS} holds {sorted(predictions)}")
     _need(predictions["predictions"][0] in ("float16", "bfloat16"), "predictions are not in 16 bits")
     _need(predictions["predictions"][1] == [len(sigmas), *shape], "predictions have another shape than the identity")
     _need(predictions["sigmas"] == ["float64", [len(sigmas)]], "noise levels have another shape")
+    _check_sigmas(sigmas, len(sigmas), BadEntry)
     _need(set(files[RESULT]["tensors"]) == {"result"}, f"{RESULT} holds other tensors")
     _need(files[RESULT]["tensors"]["result"][1] == shape, "the result has another shape than the identity")
     kind, size = files[SIGNATURE]["tensors"][TEXT]
@@ -367,24 +368,6 @@ def load_all(folder: Path, manifest: Mapping[str, Any]) -> None:
     load_predictions(folder, manifest)
     for name in sorted(set(manifest["files"]) - {PREDICTIONS}):
         load_file(folder, manifest, name)
-
-
-def load_level(folder: Path, manifest: Mapping[str, Any], index: int) -> torch.Tensor:
-    """The prediction at one stored noise level, read alone and checked by its own checksum."""
-    kind, shape = manifest["files"][PREDICTIONS]["tensors"]["predictions"]
-    try:
-        with safe_open(folder / PREDICTIONS, framework="pt") as file:
-            part = file.get_slice("predictions")
-            _need(list(part.get_shape()) == shape, "predictions have another shape than entry.json says")
-            level = part[index].clone()  # a copy, because the file's mapping ends here
-    except FileNotFoundError as error:
-        raise _missing(folder, error) from error
-    except SafetensorError as error:
-        raise BadEntry(f"{PREDICTIONS} is no safetensors file: {error}") from error
-    _need(str(level.dtype) == f"torch.{kind}", "predictions have another dtype than entry.json says")
-    _need(_level_checksum(level) == manifest["levels"][index], f"prediction {index} was altered")
-    _need(_finite(level), f"prediction {index} holds non-finite values")
-    return level
 
 
 def load_vector(folder: Path, manifest: Mapping[str, Any]) -> np.ndarray:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ..request import begun_with
+
 INDEX_SCHEMA = 1
 BUSY_SECONDS = 1.0  # how long a call waits for another process's lock
 MEMORY = ":memory:"
@@ -182,7 +184,7 @@ class Index:
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def vectors(self, identity: str, dimensions: int) -> tuple[list[str], np.ndarray, np.ndarray]:
-        """(ids, noise digests, float32 vectors (dimensions, N)) of one identity; damaged vectors are left out.
+        """(ids, noises begun with, float32 vectors (dimensions, N)) of one identity; damaged vectors are left out.
 
         Vectors are columns: one pass over all of them is then a sum of long rows, half again as fast.
         """
@@ -192,7 +194,7 @@ class Index:
         matrix = np.ascontiguousarray(flat.reshape(len(rows), dimensions).T.astype(np.float32))
         sound = np.isfinite(matrix).all(0)
         ids = [row[0] for row, good in zip(rows, sound, strict=True) if good]
-        noise = np.array([row[1] for row in rows], dtype=str)
+        noise = np.array([begun_with(row[1]) for row in rows], dtype=str)
         return (ids, noise, matrix) if sound.all() else (ids, noise[sound], np.ascontiguousarray(matrix[:, sound]))
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from safetensors import SafetensorError
 
-from ..request import Request
+from ..request import Request, begun_with
 from . import entry as codec
 from .catalogue import Catalogue
 from .entry import BadEntry, EntryDraft, EntryInfo, Refused, Sealed, entry_id
@@ -80,20 +80,9 @@ class Entry:
         """x0 predictions (S, *latent) at `sigmas`, float16 or bfloat16."""
         return self._bank._part(self._manifest, codec.load_predictions)
 
-    def prediction(self, index: int) -> torch.Tensor | None:
-        """The prediction at `sigmas[index]` alone, without reading the others."""
-        place = range(len(self.sigmas))[index]
-        return self._bank._part(self._manifest, lambda folder, m: codec.load_level(folder, m, place))
-
     def result(self) -> torch.Tensor | None:
         """The final latent, bit-equal to what was written."""
         return self._bank._part(self._manifest, lambda folder, m: codec.load_file(folder, m, codec.RESULT)["result"])
-
-    def connectivity(self) -> dict[str, torch.Tensor] | None:
-        """Packed bits by name; empty when none were stored."""
-        if codec.CONNECTIVITY not in self._manifest["files"]:
-            return {}
-        return self._bank._part(self._manifest, lambda folder, m: codec.load_file(folder, m, codec.CONNECTIVITY))
 
 
 @dataclass(frozen=True)
@@ -168,12 +157,16 @@ class Bank:
         return self._info(manifest) if manifest else None
 
     @_never_raises(list)
-    def recall(self, request: Request, k: int = 10) -> list[EntryInfo]:
-        """At most k entries of the same identity, the nearest text first; equal texts with the same noise lead."""
+    def recall(self, request: Request, k: int = 10, only_same_noise: bool = False) -> list[EntryInfo]:
+        """At most k entries of the same identity, the nearest text first; equal texts with the same noise lead.
+
+        `only_same_noise`: of the runs alone that began with the request's own noise, however many others are nearer.
+        """
         if self.mode == "off" or k <= 0:
             return []
         profile, identity = request.profile, request.identity.digest
-        near = self._catalogue.nearest(identity, text_vector(profile.conditioning), profile.noise, k)
+        vector = text_vector(profile.conditioning)
+        near = self._catalogue.nearest(identity, vector, begun_with(profile.noise), k, only_same_noise)
         infos = (self._info_of_row(row, similarity) for row, similarity in near)
         return [info for info in infos if info and info.identity == request.identity]
 

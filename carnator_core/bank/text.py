@@ -13,12 +13,15 @@ _SEED = "carnator text projection 1"
 
 
 @lru_cache(maxsize=4)
-def _projection(width: int) -> np.ndarray:
-    """Fixed signs (width, DIMENSIONS): the same on every machine, so vectors of two machines compare."""
+def _projection(width: int) -> torch.Tensor:
+    """Fixed signs (width, DIMENSIONS): the same on every machine, so vectors of two machines compare.
+
+    In torch, as numpy's own threads spin for some 80 ms after a product, and the model's threads then wait for them.
+    """
     count = width * DIMENSIONS
     data = hashlib.shake_256(f"{_SEED}:{width}".encode()).digest(-(-count // 8))
     bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8))[:count]
-    return (bits.reshape(width, DIMENSIONS).astype(np.float32) * 2 - 1) / np.float32(width**0.5)
+    return torch.from_numpy((bits.reshape(width, DIMENSIONS).astype(np.float32) * 2 - 1) / np.float32(width**0.5))
 
 
 def text_vector(conditioning: torch.Tensor) -> np.ndarray:
@@ -28,9 +31,9 @@ def text_vector(conditioning: torch.Tensor) -> np.ndarray:
     """
     if conditioning.ndim != 2 or 0 in conditioning.shape:
         raise ValueError(f"conditioning must be rows (L, C), not {tuple(conditioning.shape)}; strip batch and padding")
-    mean = conditioning.detach().float().mean(0).cpu().numpy()
-    if not np.isfinite(mean).all():
+    mean = conditioning.detach().float().mean(0).cpu()
+    if not mean.isfinite().all():
         raise ValueError("the conditioning holds non-finite values; check the text encoder's precision")
-    vector = mean @ _projection(len(mean)) if len(mean) > DIMENSIONS else mean
+    vector = (mean @ _projection(len(mean)) if len(mean) > DIMENSIONS else mean).numpy()
     length = float(np.linalg.norm(vector.astype(np.float64)))
     return (vector / length if length > 0 else vector).astype(np.float16)

@@ -7,11 +7,11 @@ from typing import Any
 
 from ..bank import EntryInfo, entry_id
 from ..console import plain, print_table
+from ..gate.choose import CANDIDATES
 from ..gate.decide import schedules_differ
 from ..mini import sample
 from ..pipelines import Generator
 from ..request import Request, same_noise
-from ..reuse.engine import CANDIDATES
 from ..reuse.plan import even_plan
 from ..schedule import probe_steps
 
@@ -22,7 +22,8 @@ def explain(generator: Generator, prompt: str, seed: int, size: int, steps: int)
     request = generator.request(prompt, seed, noise, levels)
     bank, policy = generator.bank, generator.policy
     plan = even_plan(levels[:-1].tolist(), policy.computed(steps, probe_steps(steps)))
-    donors = [_donor(request, info) for info in bank.recall(request, CANDIDATES)]
+    lenders = bank.recall(request, CANDIDATES, only_same_noise=True) or bank.recall(request, CANDIDATES)
+    donors = [_donor(request, info) for info in lenders]
     return {
         "prompt": prompt,
         "seed": seed,
@@ -76,7 +77,8 @@ def print_explanation(found: dict[str, Any]) -> None:
     if not found["donors"]:
         print(f"donors    none: {found['no_donors']}")
         return
-    print("donors    the nearest by text, of the same identity; only one with the same noise can lend predictions")
+    print("donors    the nearest by text, of the same identity; only one with the same noise can lend predictions,")
+    print("          so others are listed only where there is none")
     rows = [
         (
             donor["id"][:8],

@@ -21,13 +21,12 @@ import torch
 from tqdm import tqdm
 
 from ..mini import codec, sample, world
-from ..mini import model as mini
 from ..mini.evaluate import GRIDS, guesses
 from ..mini.judge import Measures, measure, verdict_on
 from ..reuse.plan import Plan, even_plan, paced_plan, resume_plan
 from .methods import METHODS, Case
 from .metrics import interval, psnr_each, rounded
-from .options import add_case_options, add_pair_options, check
+from .options import add_case_options, add_pair_options, check, load_model
 from .traces import Pair, pairs
 
 BATCH = {32: 16, 64: 4}
@@ -216,12 +215,12 @@ def command(options: argparse.Namespace) -> int:
     methods = list(dict.fromkeys(["dense", *options.methods]))
     kept = None
     if options.out:
-        claim(options, ("kind", "grid", "steps", "plan", "methods", "split", "seed"))
+        claim(options, ("kind", "grid", "steps", "plan", "methods", "split", "seed", "dtype"))
         kept = options.out / "rows.jsonl"
     wanted = pairs(options.split, options.kind, options.pairs, options.seed)
-    rows = run(mini.load(options.weights), wanted, GRIDS[options.grid], plans, methods, kept)
+    rows = run(load_model(options), wanted, GRIDS[options.grid], plans, methods, kept)
     lines = table(rows, plans, methods)
-    told = {n: getattr(options, n) for n in ("pairs", "kind", "grid", "steps", "split", "seed")}
+    told = {n: getattr(options, n) for n in ("pairs", "kind", "grid", "steps", "split", "seed", "dtype")}
     result = {**told, "plans": {name: str(plan) for name, plan in plans.items()}, "table": lines}
     if options.out:
         (options.out / "table.json").write_text(json.dumps(result, indent=1))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import torch
+
 from ..mini import model as mini
 from ..mini.evaluate import GRIDS
+from ..mini.precision import add_precision_option, multiplying_in
 from ..mini.seeds import RANGES
 from .traces import KINDS
 
@@ -23,10 +26,16 @@ def add_pair_options(parser: argparse.ArgumentParser, pairs: int, grid: str, spl
 
 
 def add_case_options(parser: argparse.ArgumentParser) -> None:
-    """--kind, --seed, --weights."""
+    """--kind, --seed, --weights, --dtype."""
+    add_precision_option(parser)
     parser.add_argument("--kind", choices=KINDS, default="one-word")
     parser.add_argument("--seed", type=int, default=0, help="0 to 99: which pairs and noises of the split")
     parser.add_argument("--weights", type=Path, default=mini.WEIGHTS)
+
+
+def load_model(options: argparse.Namespace) -> torch.nn.Module:
+    """The embedded model that --weights and --dtype name."""
+    return multiplying_in(mini.load(options.weights), options.dtype)
 
 
 def check(options: argparse.Namespace) -> None:

@@ -36,7 +36,7 @@ from ..reuse.engine import REFRESH
 from ..reuse.plan import Plan
 from .bench import PEAK, claim, plan_named, read_clip, share_right
 from .metrics import interval, psnr_each, rounded
-from .options import add_case_options, add_pair_options, check
+from .options import add_case_options, add_pair_options, check, load_model
 from .traces import Pair, pairs
 
 POLICY = "policy"
@@ -196,15 +196,15 @@ def command(options: argparse.Namespace) -> int:
     """Returns the exit code; ValueError for a bad plan."""
     check(options)
     ways = {name: Way.named(name, options.steps) for name in options.plan}
-    claim(options, ("kind", "grid", "steps", "policy", "split", "seed"))
+    claim(options, ("kind", "grid", "steps", "policy", "split", "seed", "dtype"))
     wanted = pairs(options.split, options.kind, options.pairs, options.seed)
     with tempfile.TemporaryDirectory() as folder, Bank(folder) as bank:
-        make = Generator(bank, options.policy, options.weights)
+        make = Generator(bank, options.policy, model=load_model(options))
         rows = run(make, wanted, GRIDS[options.grid], options.steps, ways, options.out / "rows.jsonl")
     dense = {row["seed"]: row for row in rows if row["plan"] == DENSE}
     groups = {name: [row for row in rows if row["plan"] == name] for name in (DENSE, *ways)}
     lines = [line_of(name, mine, dense, options.steps) for name, mine in groups.items()]
-    told = {n: getattr(options, n) for n in ("pairs", "kind", "grid", "steps", "policy", "split", "seed")}
+    told = {n: getattr(options, n) for n in ("pairs", "kind", "grid", "steps", "policy", "split", "seed", "dtype")}
     result = {**told, "table": lines}
     (options.out / "table.json").write_text(json.dumps(result, indent=1))
     found = {name: typical(groups[name], way.kept) for name, way in ways.items()}

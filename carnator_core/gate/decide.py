@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..request import Profile
+from ..signature.alignment import Alignment, align
 from ..signature.early import EarlySignature
 from ..signature.evidence import Evidence
 from .policy import Policy
@@ -37,12 +38,16 @@ def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(a @ b / size) if size > 0 else 0.0
 
 
+def changed_words(target: EarlySignature, donor: EarlySignature, words: Alignment) -> float:
+    """Share of both prompts' text rows that have no counterpart, in [0, 1]."""
+    return (len(words.target) + len(words.donor)) / (len(target.conditioning) + len(donor.conditioning))
+
+
 def discrepancies(target: EarlySignature, donor: EarlySignature, evidence: Evidence) -> dict[str, float]:
     """Named values, each at least 0; larger is more different."""
-    rows = len(target.conditioning) + len(donor.conditioning)
     found = {
         "disagreement": 1 - evidence.agreement,
-        "words": (len(evidence.words.target) + len(evidence.words.donor)) / rows,
+        "words": changed_words(target, donor, evidence.words),
         "scene": evidence.difference.pow(2).mean().sqrt().item(),
         "region": evidence.share,
     }
@@ -65,28 +70,22 @@ def schedules_differ(target: Profile, sigmas: Sequence[float]) -> str | None:
     return None
 
 
-def judge(
-    target: EarlySignature,
-    donor: EarlySignature,
-    evidence: Evidence,
-    same_noise: bool,
-    policy: Policy,
-) -> Verdict:
-    """Grade one donor: joint with the same noise and a small risk, else miss.
-
-    With other noise predictions never agree; only the words are then told, and the remedy.
-    """
-    found = discrepancies(target, donor, evidence)
-    if not same_noise:
-        words = round(found["words"], 4)
-        reason = "the nearest donor began with other noise (another seed); keep its seed to reuse its computation"
-        return Verdict("miss", reason, words, {"words": words})
-    found = {name: round(value, 4) for name, value in found.items()}
+def judge(target: EarlySignature, donor: EarlySignature, evidence: Evidence, policy: Policy) -> Verdict:
+    """Grade one donor that began with the same noise: joint with a small risk, else miss."""
+    found = {name: round(value, 4) for name, value in discrepancies(target, donor, evidence).items()}
     risk = found["disagreement"]
     if risk > policy.threshold:
         reason = f"the nearest donor shows another clip: the probes agree to {1 - risk:.0%}"
         return Verdict("miss", reason, risk, found)
     return Verdict("joint", _in_words(evidence), risk, found)
+
+
+def judge_other_noise(target: EarlySignature, donor: EarlySignature) -> Verdict:
+    """The verdict on a donor that began with other noise: predictions never agree then, so only the words are told,
+    and the remedy. ValueError for conditionings of different encoders."""
+    words = round(changed_words(target, donor, align(target.conditioning, donor.conditioning)), 4)
+    reason = "the nearest donor began with other noise (another seed); keep its seed to reuse its computation"
+    return Verdict("miss", reason, words, {"words": words})
 
 
 def _in_words(evidence: Evidence) -> str:

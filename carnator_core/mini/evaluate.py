@@ -26,6 +26,7 @@ from tqdm import tqdm
 from . import codec, few_step, sample, world
 from . import model as mini
 from .judge import Measures, Verdict, faithfulness, measure, verdict_on
+from .precision import add_precision_option, multiplying_in
 from .seeds import PROOF, RANGES
 
 GRIDS = {"small": 32, "large": 64}
@@ -178,24 +179,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--split", choices=RANGES, default="proof")
     parser.add_argument("--pairs", type=int, default=12, help="one-word pairs for the headroom on the large grid")
     parser.add_argument("--weights", type=Path, default=mini.WEIGHTS)
-    text = "of the matrix products; bfloat16 is several times faster on a CPU with AMX (default: %(default)s)"
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help=text)
+    add_precision_option(parser)
     parser.add_argument("--json", action="store_true", help="print JSON only")
     options = parser.parse_args(argv)
     if options.captions < 1 or not 0 <= options.seed < 100:
         parser.error("--captions must be at least 1 and --seed from 0 to 99")
     model = few_step.load(options.weights, options.lora) if options.few_step else mini.load(options.weights)
-    with torch.autocast("cpu", torch.bfloat16, enabled=options.dtype == "bfloat16"):
-        result = evaluate(
-            model,
-            options.captions,
-            options.grid,
-            options.steps,
-            options.seed,
-            options.split,
-            options.pairs,
-            options.few_step,
-        )
+    result = evaluate(
+        multiplying_in(model, options.dtype),
+        options.captions,
+        options.grid,
+        options.steps,
+        options.seed,
+        options.split,
+        options.pairs,
+        options.few_step,
+    )
     result |= {"split": options.split, "dtype": options.dtype}
     if options.json:
         print(json.dumps(result))

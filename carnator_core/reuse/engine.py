@@ -24,14 +24,14 @@ from typing import TypeVar
 import torch
 
 from ..bank import Bank, Entry, EntryDraft
-from ..gate.decide import Verdict, judge, schedules_differ
+from ..gate.choose import Choice, Target, choose
 from ..gate.policy import Policy
 from ..grid import TokenGrid
 from ..report import RunReport, StepRow
-from ..request import Request, same_noise
+from ..request import Request
 from ..schedule import finish_steps, is_level, probe_steps, step_of
 from ..signature.early import EarlySignature
-from ..signature.evidence import Evidence, gather
+from ..signature.evidence import Evidence
 from ..signature.taps import Taps
 from .answer import MEMORY, DonorAnswer
 from .correction import CorrectedAnswer
@@ -42,7 +42,6 @@ from .window import TokenWindow
 
 T = TypeVar("T")
 
-CANDIDATES = 10  # paper: K = 10
 KEEP_BYTES = 512 * 2**20  # of predictions that a run remembers, in 16 bits
 KEEP_LEAST = 8
 # Of the computed steps between skipped ones every how-many-th is full; the others compute a region. 1: all are full, as
@@ -306,47 +305,27 @@ class Run:
             self.taps.release()
         if best is None:
             return
-        entry, verdict, evidence = best
-        self.report.decision, self.report.reason, self.report.donor = verdict.decision, verdict.reason, entry.id
+        verdict, self.evidence = best.verdict, best.evidence
+        self.report.decision, self.report.reason, self.report.donor = verdict.decision, verdict.reason, best.entry.id
         self.report.risk, self.report.discrepancies = verdict.risk, verdict.discrepancies
-        self.evidence = evidence
-        self.report.scope.evidence = evidence.share
+        self.report.scope.evidence = best.evidence.share if best.evidence else None
         if verdict.decision == "joint" or self._forced:
-            self._begin_joint(entry)
+            self._begin_joint(best.entry)
         if self.report.decision == "miss":
             self.report.donor = None
 
-    def _best_donor(self) -> tuple[Entry, Verdict, Evidence] | None:
-        """The accepted donor of least risk, else the nearest refused one; None (with the reason) without any."""
+    def _best_donor(self) -> Choice | None:
+        """The most promising donor, accepted or not; None (with the reason in the report) without any."""
         if self._stopped:
             self.report.reason = self._stopped
             return None
-        ids = [self._wanted] if self._wanted else [i.id for i in self.bank.recall(self.request, CANDIDATES)]
-        judged = [found for found in map(self._judge, ids) if found is not None]
-        if not judged:
+        self_qk = self.taps.self_qk if self.taps else None
+        target = Target(self.request, self.signature, self.grid, self_qk)
+        best = choose(target, self.bank, self.policy, self._wanted, self.report.warnings.append)
+        if best is None:
             reason = self.bank.explain_empty(self.request) or "no donor could be read"
             self.report.reason = f"donor {self._wanted} is not usable here" if self._wanted else reason
-            return None
-        return min(judged, key=lambda found: (found[1].decision != "joint", found[1].risk))
-
-    def _judge(self, entry_id: str) -> tuple[Entry, Verdict, Evidence] | None:
-        entry = self.bank.open(entry_id)
-        if entry is None or self.request.identity.difference(entry.info.identity):
-            return None
-        try:
-            lent = EarlySignature.from_tensors(entry.signature)
-            if tuple(lent.x0.shape) != tuple(self.signature.x0.shape):
-                return None
-            evidence = gather(self.signature, lent, self.grid, self.taps.self_qk if self.taps else None)
-        except ValueError as error:
-            self.report.warnings.append(f"donor {entry_id[:8]} was passed over: {error}")
-            return None
-        noise = same_noise(entry.info.noise, self.request.profile.noise)
-        verdict = judge(self.signature, lent, evidence, noise, self.policy)
-        reason = schedules_differ(self.request.profile, entry.sigmas)
-        if verdict.decision == "joint" and reason:
-            verdict = replace(verdict, decision="miss", reason=reason)
-        return entry, verdict, evidence
+        return best
 
     def _begin_joint(self, entry: Entry) -> None:
         """Load the donor's course and fix the plan; without a course the run stays dense."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..grid import TokenGrid, dilate, smooth
-from .agreement import agreement
+from .agreement import mean_agreement
 from .alignment import Alignment, align
 from .early import EarlySignature
 from .taps import pieces
@@ -122,5 +122,4 @@ def gather(
         field = torch.maximum(field, word_field(donor.cross, words.donor).cpu())
     spoken = hysteresis(field) & (smooth((difference > FAINT).float(), 1) > 0.5)
     region = spoken | where_different(target.x0, donor.x0, grid)
-    trust = agreement(target.x0, donor.x0.to(target.x0.device), grid)
-    return Evidence(words, field, region, difference, float(trust.mean()))
+    return Evidence(words, field, region, difference, mean_agreement(target.x0, donor.x0, grid))

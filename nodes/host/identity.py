@@ -18,7 +18,7 @@ from ...carnator_core.request import (
     digest_of_weights,
     unpadded,
 )
-from .setup import ORIGINS
+from .setup import ORIGINS, digest_of_latent
 from .supported import sampler_name
 
 _BASE: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # digests, kept with the model object
@@ -147,7 +147,7 @@ def _noise_of(noise: torch.Tensor, latent: torch.Tensor) -> str:
     """
     if not torch.count_nonzero(latent):
         return digest_of_tensor(noise)
-    start = digest_of_tensor(latent)
+    start = digest_of_latent(latent)
     own = digest_of_tensor(noise) if torch.count_nonzero(noise) else begun_with(ORIGINS.get(start) or start)
     return f"{own}+{start}"
 

@@ -19,13 +19,14 @@ from ...carnator_core.bank import Bank
 from ...carnator_core.gate.policy import policy_named
 from ...carnator_core.grid import TokenGrid
 from ...carnator_core.report import RunReport
-from ...carnator_core.request import Request, digest_of_tensor
+from ...carnator_core.request import Request
 from ...carnator_core.reuse.engine import Run
 from ...carnator_core.reuse.seeds import DONOR, with_donors_noise
+from ...carnator_core.signature.evidence import Evidence
 from ...carnator_core.signature.taps import Taps
 from . import banks, events
 from .identity import Undigestible, of_unknown_noise, request_of
-from .setup import KEY, ORIGINS, REPORTS, Setup, Told, setup_of
+from .setup import KEY, ORIGINS, REPORTS, Setup, Told, digest_of_latent, setup_of
 from .supported import unsupported
 from .taps import watched
 from .window import windowed
@@ -47,7 +48,7 @@ def outer_sample(executor: Any, noise, latent, sampler, sigmas, mask=None, callb
     run, reason, noise = _begin(guider, setup, noise, latent, sampler, sigmas, mask, seed)
     if run is None:
         out = executor(noise, latent, sampler, sigmas, *rest, **more)
-        _tell(setup, out, RunReport(decision="off", reason=reason))
+        _tell(setup, digest_of_latent(out), RunReport(decision="off", reason=reason))
         return out
     run.report.seconds["carnator"] = time.perf_counter() - started
     stored = run.exact()
@@ -159,12 +160,13 @@ def _finish(setup: Setup, run: Run, out: torch.Tensor) -> torch.Tensor:
     report = run.finish(out.detach().cpu())
     if run.bank.mode == "off" and setup.sparse is not None:
         report.reason = f"nothing was reused: {setup.missing or 'the cache is off'}"
-    ORIGINS.put(digest_of_tensor(out), run.request.profile.noise)
-    _tell(setup, out, report, run.evidence)
+    latent = digest_of_latent(out)
+    ORIGINS.put(latent, run.request.profile.noise)
+    _tell(setup, latent, report, run.evidence)
     return out
 
 
-def _tell(setup: Setup, out: torch.Tensor, report: RunReport, evidence: Any = None) -> None:
-    REPORTS.put(digest_of_tensor(out.float()), Told(report, evidence))
+def _tell(setup: Setup, latent: str, report: RunReport, evidence: Evidence | None = None) -> None:
+    REPORTS.put(latent, Told(report, evidence))
     LOG.info(report.summary())
     events.send_report(setup, report)

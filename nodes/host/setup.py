@@ -7,8 +7,11 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from ...carnator_core.gate.policy import DEFAULT
 from ...carnator_core.report import RunReport
+from ...carnator_core.request import digest_of_tensor
 from ...carnator_core.reuse.seeds import OWN
 from ...carnator_core.signature.evidence import Evidence
 
@@ -35,8 +38,13 @@ class SparseChoice:
     kernel: str
 
 
+def digest_of_latent(latent: torch.Tensor) -> str:
+    """What latents are known by, whatever precision a node between handed them on in."""
+    return digest_of_tensor(latent.detach().float())
+
+
 class Mailbox(Generic[T]):
-    """What is known of the latents that the last runs made, by the latents' digests."""
+    """What is known of the latents that the last runs made, by `digest_of_latent`."""
 
     def __init__(self, kept: int) -> None:
         self.kept = kept

@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.host.sampling import GENEROUS, WEIGHTS
+
 ROOT = Path(__file__).parents[2]
 EXTRAS = ("nodes_custom_sampler", "nodes_hunyuan", "nodes_model_advanced")  # stock nodes that tests use
 
@@ -54,3 +56,25 @@ class Host:
 def host(comfyui, tmp_path_factory) -> Host:
     """ComfyUI, imported once for all in-process tests, on the CPU and with a base folder of its own."""
     return Host(comfyui, tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def model(host):
+    """The embedded model, loaded by ComfyUI's own loader."""
+    (loaded,) = host.run("UNETLoader", unet_name=WEIGHTS, weight_dtype="default")
+    return host.run("ModelSamplingSD3", model=loaded, shift=3.0)[0]
+
+
+@pytest.fixture(scope="session")
+def generous(host) -> str:
+    """A policy that judges nothing away, so that tests do not hang on how good today's weights are."""
+    policy = host.module("carnator_core.gate.policy")
+    policy.POLICIES[GENEROUS] = policy.Policy(GENEROUS, 1.1, 3, 9.0)
+    return GENEROUS
+
+
+@pytest.fixture
+def cache(host, generous, request):
+    """An empty cache of the test's own; with it comes the generous policy."""
+    name = "".join(c if c.isalnum() else "_" for c in request.node.name)[:80]
+    return host.run("CarnatorReuseCache", name=name, budget_gb=1.0, mode="on")[0]

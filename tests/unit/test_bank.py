@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,9 +40,7 @@ def test_round_trip_is_bit_equal(bank, dtype):
         assert set(entry.signature) == {"states", "count"}
         assert torch.equal(entry.signature["states"], made.signature["states"])
         assert torch.equal(entry.predictions(), made.predictions.half())
-        assert torch.equal(entry.prediction(-1), made.predictions[-1].half())
         assert torch.equal(entry.result(), made.result)
-        assert torch.equal(entry.connectivity()["blocks"], made.connectivity["blocks"])
         assert entry.sigmas == (0.9, 0.6, 0.3, 0.1)
 
 
@@ -51,6 +50,12 @@ def test_16_bit_predictions_stay_as_they_are(bank, dtype):
     made.predictions = made.predictions.to(dtype)
     entry = bank.open(bank.write(made))
     assert torch.equal(entry.predictions(), made.predictions) and entry.predictions().dtype == dtype
+
+
+def test_finite_values_whose_sum_is_not_are_kept(bank):
+    made = draft(1)
+    made.predictions = torch.full_like(made.predictions, 3e38).to(torch.bfloat16)
+    assert torch.equal(bank.open(bank.write(made)).predictions(), made.predictions)
 
 
 def test_large_predictions_are_kept_in_bfloat16(bank):
@@ -66,10 +71,6 @@ def test_views_and_shared_memory_can_be_written(bank):
     made.result = made.predictions[-1]
     entry = bank.open(bank.write(made))
     assert torch.equal(entry.signature["c"], base.T) and torch.equal(entry.result(), made.result)
-
-
-def test_no_connectivity(bank):
-    assert bank.open(bank.write(draft(1, connectivity=None))).connectivity() == {}
 
 
 def test_exact_needs_identity_and_profile(bank):
@@ -114,7 +115,6 @@ def _nan(tensor):
         ({"prediction_sigmas": (0.9, 0.6, 0.3)}, "every prediction"),
         ({"prediction_sigmas": (0.1, 0.3, 0.6, 0.9)}, "descend"),
         ({"prediction_sigmas": (float("nan"), 0.6, 0.3, 0.1)}, "finite"),
-        ({"connectivity": {"b": torch.ones(2)}}, "uint8"),
         ({"request": request(1, text=torch.full((2, 4), float("nan")))}, "non-finite"),
     ],
 )
@@ -184,6 +184,19 @@ def test_equal_texts_with_the_same_noise_lead(bank):
     for seed in range(6):
         bank.write(draft(seed, request=request(seed, text=text)))
     assert all(bank.recall(request(seed, text=text), k=1)[0].seed == seed for seed in range(6))
+
+
+def test_the_same_noise_is_found_behind_any_number_of_nearer_texts(bank):
+    base, other = rows(0), rows(99)
+    far = bank.write(draft(50, request=request(50, text=base + other)))
+    for seed in range(12):
+        bank.write(draft(seed, request=request(seed, text=base)))
+    wanted = request(50, text=base)
+    assert far not in {info.id for info in bank.recall(wanted, k=10)}
+    assert [info.id for info in bank.recall(wanted, k=10, only_same_noise=True)] == [far]
+    later = replace(wanted.profile, noise="noise-50+another latent")  # a second part of a run in two parts
+    assert [i.id for i in bank.recall(replace(wanted, profile=later), only_same_noise=True)] == [far]
+    assert bank.recall(request(51, text=base), only_same_noise=True) == []
 
 
 def test_another_identity_is_never_offered(bank):

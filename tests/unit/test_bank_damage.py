@@ -129,20 +129,15 @@ def test_harm_to_one_file(bank, name, harm):
     assert bank.stats().quarantined == 1 and bank.write(draft(1)) == one and bank.result(one) is not None
 
 
-@pytest.mark.parametrize("part", ["predictions", "prediction", "result", "connectivity"])
+@pytest.mark.parametrize("part", ["predictions", "result"])
 def test_a_flip_is_found_when_the_part_is_read(bank, part):
     one, good = bank.write(draft(1)), bank.write(draft(2))
     entry = bank.open(one)
-    path = entry_file(bank, one, f"{'predictions' if 'prediction' in part else part}.safetensors")
+    path = entry_file(bank, one, f"{part}.safetensors")
     data = bytearray(path.read_bytes())
-    data[-40 if "prediction" in part else -1] ^= 1
-    if part == "prediction":
-        data = bytearray(path.read_bytes())
-        shape = entry.prediction(0).numel() * 2
-        for place in range(len(data) - 4 * shape - 64, len(data), 64):  # every level, wherever the sigmas lie
-            data[place] ^= 1
+    data[-40] ^= 1
     path.write_bytes(bytes(data))
-    assert (entry.prediction(1) if part == "prediction" else getattr(entry, part)()) is None
+    assert getattr(entry, part)() is None
     assert bank.exact(request(1)) is None and bank.stats().quarantined == 1 and bank.result(good) is not None
 
 
@@ -174,7 +169,7 @@ def _rewrite(bank: Bank, one: str, change) -> None:
         lambda m: m["files"]["signature.safetensors"]["tensors"].pop("bank.text"),
         lambda m: m.update(files=[1]),
         lambda m: m.update(prediction_sigmas=[0.1, 0.2, 0.3, 0.4]),
-        lambda m: m.update(levels=None),
+        lambda m: m.update(prediction_sigmas=None),
         lambda m: m.pop("created"),
     ],
 )
@@ -197,7 +192,7 @@ def test_non_finite_values_on_disk(bank, monkeypatch):
     made = draft(1)
     made.predictions[2] = float("nan")
     entry = bank.open(bank.write(made))
-    assert entry.prediction(0) is not None and entry.prediction(2) is None
+    assert entry.predictions() is None
     assert "non-finite" in bank.warnings[-1] and bank.stats().quarantined == 1
 
 
@@ -229,9 +224,9 @@ def test_a_pickle_is_never_read(bank):
     one = bank.write(draft(1))
     harm = pickle.dumps(Bomb())
     for place in ("entries", f"entries/{one}"):
-        for name in ("evil.pkl", "evil.pt", "connectivity.safetensors.pt"):
+        for name in ("evil.pkl", "evil.pt", "result.safetensors.pt"):
             (bank.root / place / name).write_bytes(harm)
-    assert bank.rebuild() == 1 and bank.verify() == {one: None} and bank.open(one).connectivity()
+    assert bank.rebuild() == 1 and bank.verify() == {one: None} and bank.open(one).predictions() is not None
     entry_file(bank, one, "result.safetensors").write_bytes(harm)
     assert bank.result(one) is None
 

@@ -18,7 +18,6 @@ def test_a_result_comes_back_bit_equal_after_reopening(tmp_path):
         predictions=torch.randn(2, 1, 16, 2, 4, 4),
         prediction_sigmas=[1.0, 0.5],
         result=result,
-        connectivity=None,
         provenance={"computed": True, "decision": "miss"},
     )
     entry = Bank(tmp_path).write(draft)

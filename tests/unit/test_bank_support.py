@@ -42,7 +42,6 @@ def draft(seed: int = 0, **change) -> EntryDraft:
         "predictions": torch.randn(4, *shape, generator=generator),
         "prediction_sigmas": (0.9, 0.6, 0.3, 0.1),
         "result": torch.randn(*shape, generator=generator),
-        "connectivity": {"blocks": torch.randint(0, 256, (2, 9), dtype=torch.uint8, generator=generator)},
         "provenance": COMPUTED,
     }
     return EntryDraft(**{**values, **change})

@@ -67,6 +67,15 @@ def test_a_changed_word_borrows_and_leaves_no_donor(bank):
     assert bank.ls()[0].uses == 1
 
 
+def test_many_nearer_prompts_of_other_seeds_do_not_hide_a_donor(bank):
+    maker = generator(bank)
+    first = make(maker, seed=1, steps=4)
+    for seed in range(2, 13):
+        make(maker, OTHER, seed=seed, steps=4)
+    second = make(maker, OTHER, seed=1, steps=4)
+    assert second.report.decision == "joint" and second.report.donor == first.report.written
+
+
 def test_a_joint_run_stays_near_its_own_dense_clip(bank):
     maker = generator(bank)
     make(maker, steps=24)
@@ -238,6 +247,7 @@ def test_a_warning_of_the_bank_is_not_repeated_by_a_later_healthy_run(tmp_path):
 
 
 def test_an_error_of_our_own_ends_the_reuse_and_not_the_run(bank, monkeypatch):
+    from carnator_core.gate import choose
     from carnator_core.reuse import engine
 
     maker = generator(bank)
@@ -247,7 +257,7 @@ def test_an_error_of_our_own_ends_the_reuse_and_not_the_run(bank, monkeypatch):
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "gather", fail)
+        patched.setattr(choose, "gather", fail)
         found = make(maker, OTHER)
     assert torch.equal(found.latent, plain(maker, OTHER))
     assert found.report.decision == "miss" and "out of memory" in found.report.reason and not found.report.written
