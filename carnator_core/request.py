@@ -123,13 +123,14 @@ class Profile:
     sampler: str
     prompt: str = ""  # for people only; never decides anything
     seed: int | None = None  # for people only
+    extra: tuple[tuple[str, str], ...] = ()  # digests of what else speaks of the prompt, by name
 
     @cached_property
     def digest(self) -> str:
         """Equal digests under one identity mean the same request: the stored result is its exact answer."""
         h = hashlib.blake2b(digest_size=16)
         h.update(digest_of_tensor(self.conditioning).encode())
-        h.update(json.dumps([self.noise, [float(s).hex() for s in self.sigmas], self.sampler]).encode())
+        h.update(json.dumps([self.noise, [float(s).hex() for s in self.sigmas], self.sampler, *self.extra]).encode())
         return h.hexdigest()
 
 

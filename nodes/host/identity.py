@@ -18,6 +18,7 @@ from ...carnator_core.request import (
     digest_of_weights,
     unpadded,
 )
+from .families import Family, family_of
 from .setup import ORIGINS, digest_of_latent
 from .supported import sampler_name
 
@@ -135,8 +136,32 @@ def _feed_function(digest: Any, value: Any, depth: int) -> None:
 
 
 def rows_of(cond: dict) -> torch.Tensor:
-    """Text rows (L, C), unpadded."""
-    return unpadded(cond["cross_attn"][0].detach().float().cpu())
+    """Text rows (L, C), without padding: zero rows behind the prompt, or those that the attention mask hides."""
+    rows, mask = cond["cross_attn"][0].detach().float().cpu(), cond.get("attention_mask")
+    if mask is not None and mask.numel() == len(rows):
+        seen = mask.detach().cpu().flatten().bool()
+        rows = rows * seen[:, None]
+    return unpadded(rows)
+
+
+def _beside(family: Family, cond: dict) -> tuple[tuple[str, str], ...]:
+    """Digests of what speaks of the prompt beside its rows."""
+    return tuple((name, digest_of_tensor(cond[name])) for name in family.prompt if cond.get(name) is not None)
+
+
+def _negative(family: Family, cond: dict) -> str:
+    """Digest of a negative conditioning; its rows' alone where nothing lies beside them."""
+    rows, beside = digest_of_tensor(rows_of(cond)), _beside(family, cond)
+    return f"{rows} {beside}" if beside else rows
+
+
+def _settings(family: Family, conds: dict) -> tuple[tuple[str, str], ...]:
+    """Numbers of every conditioning that must be equal."""
+    return tuple(
+        (f"{side} {name}", repr(float(parts[0].get(name, usual))))
+        for name, usual in family.settings
+        for side, parts in sorted(conds.items())
+    )
 
 
 def _noise_of(noise: torch.Tensor, latent: torch.Tensor) -> str:
@@ -161,6 +186,7 @@ def of_unknown_noise(request: Request) -> bool:
 def request_of(guider: Any, sampler: Any, sigmas: torch.Tensor, noise: torch.Tensor, latent: torch.Tensor, seed: Any):
     """The request of a run whose support was checked before."""
     patcher = guider.model_patcher
+    family = family_of(patcher.model)
     guidance = float(guider.cfg) if "negative" in guider.conds else 1.0
     forced = bool(guider.model_options.get("disable_cfg1_optimization"))
     options = sorted((str(k), str(v)) for k, v in getattr(sampler, "extra_options", {}).items())
@@ -171,8 +197,9 @@ def request_of(guider: Any, sampler: Any, sigmas: torch.Tensor, noise: torch.Ten
         latent_dtype=str(noise.dtype).removeprefix("torch."),
         parametrisation="flow",
         guidance=guidance,
-        negative=digest_of_tensor(rows_of(guider.conds["negative"][0])) if guidance != 1 or forced else "",
+        negative=_negative(family, guider.conds["negative"][0]) if guidance != 1 or forced else "",
         extra=(
+            *_settings(family, guider.conds),
             *((("attention", attention),) if (attention := attention_of(guider.model_options)) else ()),
             ("compute dtype", str(patcher.model_dtype())),
             ("model kind", type(patcher.model).__name__),
@@ -185,5 +212,6 @@ def request_of(guider: Any, sampler: Any, sigmas: torch.Tensor, noise: torch.Ten
         sigmas=tuple(float(s) for s in sigmas),
         sampler=f"{sampler_name(sampler)} {options} {inpaint}",
         seed=seed if isinstance(seed, int) else None,
+        extra=_beside(family, guider.conds["positive"][0]),
     )
     return Request(identity, profile)

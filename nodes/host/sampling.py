@@ -17,18 +17,18 @@ import torch
 from ...carnator_core.attention.connectivity import Connectivity
 from ...carnator_core.bank import Bank
 from ...carnator_core.gate.policy import policy_named
-from ...carnator_core.grid import TokenGrid
 from ...carnator_core.report import RunReport
 from ...carnator_core.request import Request
 from ...carnator_core.reuse.engine import Run
 from ...carnator_core.reuse.seeds import DONOR, with_donors_noise
 from ...carnator_core.signature.evidence import Evidence
-from ...carnator_core.signature.taps import Taps
+from ...carnator_core.signature.taps import Taps, middle_layer
 from . import banks, events
+from .families import family_of
 from .identity import Undigestible, of_unknown_noise, request_of
 from .setup import KEY, ORIGINS, REPORTS, Setup, Told, digest_of_latent, setup_of
 from .supported import unsupported
-from .taps import watched
+from .taps import WATCHERS, watched
 from .window import windowed
 
 UNKNOWN_NOISE = (
@@ -77,9 +77,10 @@ def _begin(guider, setup: Setup, noise, latent, sampler, sigmas, mask, seed) -> 
         if setup.seeds == DONOR and setup.donor is None and torch.count_nonzero(noise):
             lent = with_donors_noise(request, bank, _noise_again(guider, sampler, sigmas, latent))
         start, request = lent[:2] if lent else (noise, request)
-        grid = TokenGrid.of_latent(tuple(noise.shape), tuple(guider.model_patcher.model.diffusion_model.patch_size))
+        family, inner = family_of(guider.model_patcher.model), guider.model_patcher.model.diffusion_model
+        grid = family.grid(inner, tuple(noise.shape))
         taps = None if off else Taps(grid, len(request.profile.conditioning))
-        layers = len(guider.model_patcher.model.diffusion_model.blocks)
+        layers = family.layers(inner) if family.windows else 0
         run = Run(request, bank, policy_named(setup.policy), grid, taps, setup.donor, probe=setup.probe, layers=layers)
         run.report.warnings.extend(lent[2:] if lent else ())
         if of_unknown_noise(request):
@@ -107,7 +108,7 @@ def _sample(executor: Any, guider: Any, setup: Setup, run: Run, args: tuple, mor
     """The host's sampling with each prediction answered or observed."""
     from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 
-    steps = _Steps(run, setup, len(guider.model_patcher.model.diffusion_model.blocks))
+    steps = _Steps(run, setup, guider.model_patcher.model)
     add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, steps.predict, guider.model_options, is_model_options=True)
     try:
         return executor(*args, **more)
@@ -119,8 +120,9 @@ def _sample(executor: Any, guider: Any, setup: Setup, run: Run, args: tuple, mor
 class _Steps:
     """Every prediction of one run."""
 
-    def __init__(self, run: Run, setup: Setup, layers: int):
-        self.run, self.setup, self.layers = run, setup, layers
+    def __init__(self, run: Run, setup: Setup, model: Any):
+        self.run, self.setup, self.family = run, setup, family_of(model)
+        self.layers = self.family.layers(model.diffusion_model)
         chosen = setup.sparse
         self.sparse = Connectivity(chosen.kept, chosen.kernel) if chosen else None
 
@@ -136,7 +138,8 @@ class _Steps:
             if window is not None:
                 given = windowed(given, window)
             if taps is not None or sparse is not None:
-                given = watched(given, run.grid, self.layers, taps, sparse, last)
+                watcher = WATCHERS[self.family.joint](run.grid, middle_layer(self.layers), taps, sparse, last)
+                given = watched(given, watcher)
             return inner(x, timestep, given, seed)
 
         before = self.sparse.applied if self.sparse else 0

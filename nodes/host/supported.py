@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from .families import family_of, names
 from .setup import KEY
 
-MODELS = {"WAN21": "wan", "WAN22": "wan"}  # classes of comfy.model_base
 GUIDERS = ("CFGGuider", "Guider_Basic")
 SAMPLERS = (  # deterministic, one call a step, at the levels of the schedule
     "sample_euler",
@@ -20,7 +20,7 @@ SAMPLERS = (  # deterministic, one call a step, at the levels of the schedule
     "sample_ipndm",
     "sample_lms",
 )
-CONDITIONING = {"cross_attn", "model_conds", "uuid", "pooled_output"}
+CONDITIONING = {"cross_attn", "model_conds", "uuid", "pooled_output"}  # of every family, beside its own
 OPTIONS = {"transformer_options", "to_load_options", "registered_hooks", "disable_cfg1_optimization"}
 TRANSFORMER_OPTIONS = {  # the override: another attention kernel, which ours goes through
     "wrappers",
@@ -46,12 +46,10 @@ def unsupported(guider: Any, sampler: Any, sigmas: torch.Tensor, latent: torch.T
 
 def _model(guider: Any) -> str | None:
     model = guider.model_patcher.model
-    if type(model).__name__ not in MODELS:
-        return f"the model is of the kind {type(model).__name__}; known are {', '.join(MODELS)}"
-    inner = model.diffusion_model
-    if (
-        inner.in_dim != inner.out_dim
-    ):  # the flag image_to_video says nothing: Wan 2.2 5B, which does both, always has it
+    family = family_of(model)
+    if family is None:
+        return f"the model is of the kind {type(model).__name__}; known are the text-to-video models of {names()}"
+    if not family.latent_alone(model.diffusion_model):
         return "the model takes a picture or a control video beside the latent, which is not supported yet"
     if type(guider).__name__ not in GUIDERS:
         return f"the guider {type(guider).__name__} combines predictions in its own way"
@@ -83,10 +81,12 @@ def _latent(latent: torch.Tensor, mask: Any, sigmas: torch.Tensor) -> str | None
 
 
 def _conditioning(guider: Any) -> str | None:
+    family = family_of(guider.model_patcher.model)
+    known = CONDITIONING | {name for name, _ in family.settings} | set(family.prompt)
     for name, conds in guider.conds.items():
         if len(conds) != 1:
             return f"the {name} conditioning holds {len(conds)} parts"
-        strange = {k for k, v in conds[0].items() if k not in CONDITIONING and v is not None}
+        strange = {k for k, v in conds[0].items() if k not in known and v is not None}
         if strange:
             return f"the {name} conditioning carries {', '.join(sorted(strange))}"
         if conds[0].get("cross_attn") is None or conds[0]["cross_attn"].shape[0] != 1:
