@@ -27,7 +27,9 @@ class Carnator(io.ComfyNode):
             "same seed borrows from the last one and is sampled faster. The report says what was reused.",
             search_aliases=["reuse", "cache", "speed up", "faster video", "teacache"],
             inputs=[
-                io.Model.Input("model", tooltip="A text-to-video model (Wan, LTX-Video, HunyuanVideo, the embedded model)."),
+                io.Model.Input(
+                    "model", tooltip="A text-to-video model (Wan, LTX-Video, HunyuanVideo, the embedded model)."
+                ),
                 io.Combo.Input("policy", options=list(POLICIES), default=DEFAULT, tooltip=POLICY_TOOLTIP),
                 Cache.Input(
                     "cache",

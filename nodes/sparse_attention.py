@@ -22,7 +22,9 @@ class CarnatorSparseAttentionPatch(io.ComfyNode):
             "there. Useful without any cache; pays on long clips, and steps aside where it would not.",
             search_aliases=["block sparse", "faster attention", "radial attention"],
             inputs=[
-                io.Model.Input("model", tooltip="A text-to-video model (Wan, LTX-Video, HunyuanVideo, the embedded model)."),
+                io.Model.Input(
+                    "model", tooltip="A text-to-video model (Wan, LTX-Video, HunyuanVideo, the embedded model)."
+                ),
                 io.Float.Input(
                     "kept",
                     default=0.95,
