@@ -153,15 +153,21 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return round(sum(known) / len(known), 4) if known else None
 
 
-def typical(mine: Sequence[dict], kept: float | None) -> dict | None:
-    """The plan of the hit with the median cost, a row a step."""
+def typical(mine: Sequence[dict], dense: dict[int, dict], kept: float | None) -> dict | None:
+    """The plan of the hit with the median cost, a row a step, and the quality that hits under it came to."""
     hits = sorted((row for row in mine if row.get("decision") == "joint"), key=lambda row: row["cost"])
     if not hits:
         return None
     row = hits[len(hits) // 2]
     shares = dict(zip(("evidence", "active", "computed", "density"), row["scope"], strict=True))
     steps = [{"sigma": s, "kind": kind, "cost": round(cost, 4)} for s, kind, cost in row["steps"]]
-    return {"steps": steps, **shares, "kept": kept, "seed": row["seed"]}
+    quality = {
+        "hits": len(hits),
+        "faithfulness": round(sum(map(share_right, hits)) / len(hits), 4),
+        "faithfulness_dense": round(sum(share_right(dense[hit["seed"]]) for hit in hits) / len(hits), 4),
+        "psnr": round(sum(hit["psnr"] for hit in hits) / len(hits), 2),
+    }
+    return {"steps": steps, **shares, "kept": kept, "seed": row["seed"], "quality": quality}
 
 
 def printed(lines: Sequence[dict]) -> str:
@@ -207,7 +213,7 @@ def command(options: argparse.Namespace) -> int:
     told = {n: getattr(options, n) for n in ("pairs", "kind", "grid", "steps", "policy", "split", "seed", "dtype")}
     result = {**told, "table": lines}
     (options.out / "table.json").write_text(json.dumps(result, indent=1))
-    found = {name: typical(groups[name], way.kept) for name, way in ways.items()}
+    found = {name: typical(groups[name], dense, way.kept) for name, way in ways.items()}
     (options.out / "plan.json").write_text(json.dumps({**told, "plans": found}, indent=1))
     print(json.dumps(result) if options.json else printed(lines))
     return 0

@@ -2,7 +2,8 @@
 
 The pipeline itself runs, bank, probe and gate included, at the given number of tokens: dense, with the whole plan, and
 with its skipped steps alone, in turn, and medians of ratios count. What a clip shows plays no part: the plan and the
-size of its region are forced. `--backbone wan-1.3b --device cuda` takes real widths with random weights.
+size of its region are forced; the faithfulness is what `bench quality` measured with this plan, on the embedded model.
+`--backbone wan-1.3b --device cuda` takes real widths with random weights.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Timed:
-    """A plan, the share of tokens that its region steps compute, and the attention mass that its full steps keep."""
+    """A plan, the share of tokens that its region steps compute, the attention mass that its full steps keep, and the
+    quality that was measured with it."""
 
     plan: Plan
     computed: float | None
     kept: float | None
+    quality: dict[str, float]
 
 
 def plan_of(path: Path, name: str | None) -> Timed:
@@ -47,12 +50,12 @@ def plan_of(path: Path, name: str | None) -> Timed:
     try:
         plans = {key: plan for key, plan in json.loads(path.read_text())["plans"].items() if plan}
         name = name or next(iter(plans))
-        rows, computed, kept = (plans[name][key] for key in ("steps", "computed", "kept"))
+        rows, computed, kept, quality = (plans[name][key] for key in ("steps", "computed", "kept", "quality"))
         kinds = [row["kind"] for row in rows]
     except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
         raise ValueError(f"{path} holds no plan {name or ''}: {error!r}; write one with `bench quality`") from error
     chosen = {kind: frozenset(i for i, k in enumerate(kinds) if k == kind) for kind in ("skipped", "region")}
-    return Timed(Plan(tuple(sample.sigmas(len(kinds))[:-1].tolist()), **chosen), computed, kept)
+    return Timed(Plan(tuple(sample.sigmas(len(kinds))[:-1].tolist()), **chosen), computed, kept, quality)
 
 
 def latent_of(tokens: int) -> tuple[int, int, int]:
@@ -76,10 +79,17 @@ def region_of(grid: TokenGrid, computed: float) -> torch.Tensor:
     return best[1]
 
 
-def timed(call: Callable[[], Clip]) -> tuple[float, Clip]:
+def timed(call: Callable[[], Clip]) -> tuple[float, int | None, Clip]:
+    """Seconds, the most bytes that were allocated on a GPU meanwhile (None on a CPU), and the clip."""
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     clip = call()
-    return time.perf_counter() - started, clip
+    if gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started, torch.cuda.max_memory_allocated() if gpu else None, clip
 
 
 def model_of(backbone: str, device: str) -> torch.nn.Module:
@@ -103,9 +113,10 @@ def measure(model: torch.nn.Module, wanted: Timed, tokens: int, repeats: int) ->
     prompt, other = world.caption(TARGET), world.caption(TARGET.changed(colour="yellow"))
     with tempfile.TemporaryDirectory() as folder, Bank(folder) as bank:
         make, alone = Generator(bank, model=model), Generator(Bank(folder, mode="off"), model=model)
-        spent, cold = timed(lambda: make(prompt, SEED, steps=steps, latent=latent))
+        spent, _, cold = timed(lambda: make(prompt, SEED, steps=steps, latent=latent))
         own = cold.report.seconds["carnator"]
         found: dict[str, list[tuple[float, float]]] = {"dense": [], "joint": [], "skip_only": []}
+        peaks: dict[str, int | None] = {}
         for _ in range(repeats):
             runs = {
                 "dense": lambda: alone(other, SEED, steps=steps, latent=latent),
@@ -113,7 +124,7 @@ def measure(model: torch.nn.Module, wanted: Timed, tokens: int, repeats: int) ->
                 "skip_only": lambda: _reused(make, other, cold, _skips_of(wanted), latent, None),
             }
             for name, run in runs.items():
-                seconds, clip = timed(run)
+                seconds, peaks[name], clip = timed(run)
                 found[name].append((seconds, clip.report.seconds["model"]))
                 if name == "joint":
                     last = clip
@@ -133,7 +144,11 @@ def measure(model: torch.nn.Module, wanted: Timed, tokens: int, repeats: int) ->
         "joint_speedup": round(ratios["joint"][1] / ratios["skip_only"][1], 3),
         "miss_overhead": round(own / (spent - own), 4),
         "parts": {name: round(seconds, 3) for name, seconds in last.report.seconds.items()},
-        "kinds": str(plan),
+        "peak_memory": peaks,
+        "plan": str(plan),
+        "faithfulness": wanted.quality["faithfulness"],
+        "faithfulness_dense": wanted.quality["faithfulness_dense"],
+        "hits": wanted.quality["hits"],
         "cost": round(last.report.forwards, 2),
         "computed": last.report.scope.context,
         "density": last.report.scope.density,
@@ -143,7 +158,7 @@ def measure(model: torch.nn.Module, wanted: Timed, tokens: int, repeats: int) ->
 
 def _skips_of(wanted: Timed) -> Timed:
     """The same plan without regions and sparse attention."""
-    return Timed(replace(wanted.plan, region=frozenset()), None, None)
+    return replace(wanted, plan=replace(wanted.plan, region=frozenset()), computed=None, kept=None)
 
 
 def _reused(
@@ -178,11 +193,7 @@ def command(options: argparse.Namespace) -> int:
     model = model_of(options.backbone, options.device)
     real = options.backbone != "embedded"
     with torch.autocast(options.device, torch.bfloat16, enabled=real), torch.no_grad():
-        if options.device != "cpu":
-            torch.cuda.reset_peak_memory_stats()
         found = measure(model, wanted, options.tokens, options.repeats)
-    if options.device != "cpu":
-        found["peak_memory"] = torch.cuda.max_memory_allocated()
     found["backbone"] = options.backbone
     print(json.dumps(found) if options.json else "\n".join(f"{name:18} {value}" for name, value in found.items()))
     return 0

@@ -59,8 +59,12 @@ def test_quality_writes_rows_and_a_plan_that_speed_runs(tmp_path, capsys):
     speed = ["bench", "speed", "--plan", str(out / "plan.json"), "--name", "paced-1", "--tokens", "80"]
     assert main([*speed, "--repeats", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["kinds"] == str(plan) and found["dit_speedup"] > 0 and 0 <= found["miss_overhead"] < 1
+    assert found["plan"] == str(plan) and found["dit_speedup"] > 0 and 0 <= found["miss_overhead"] < 1
     assert found["parts"].keys() == {"model", "carnator"}
+    paced = lines["paced-1"]
+    assert found["hits"] == 2 and found["faithfulness"] == pytest.approx(paced["faithfulness"][0], abs=1e-3)
+    less = found["faithfulness"] - found["faithfulness_dense"]
+    assert less == pytest.approx(paced["hits_less_dense"][0], abs=1e-3)
 
 
 def test_speed_without_a_plan_says_what_writes_one(tmp_path, capsys):
