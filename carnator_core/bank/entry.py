@@ -2,7 +2,7 @@
 
 entry.json                 schema, id, identity, profile, provenance, sizes, checksums; checks itself
 signature.safetensors      the Early Signature's tensors, and the text vector under `bank.text`
-predictions.safetensors    guided x0 predictions (S, *latent) in 16 bits, their sigmas in float64
+predictions.safetensors    guided x0 predictions (S, *latent) as `packing` keeps them, their sigmas in float64
 result.safetensors         the final latent, bit for bit
 """
 
@@ -25,9 +25,10 @@ from safetensors.torch import save as save_tensors
 
 from .. import __version__
 from ..request import Identity, Request
+from . import packing
 from .text import DIMENSIONS, text_vector
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST = "entry.json"
 SIGNATURE, PREDICTIONS, RESULT = "signature.safetensors", "predictions.safetensors", "result.safetensors"
 PARTS = (SIGNATURE, PREDICTIONS, RESULT)
@@ -125,9 +126,9 @@ def _seal_of(manifest: Mapping[str, Any]) -> str:
 
 
 def draft_bytes(draft: EntryDraft) -> int:
-    """Bytes the tensors of a draft will take, before anything is converted."""
-    small = [*draft.signature.values(), draft.result]
-    return draft.predictions.numel() * 2 + sum(t.numel() * t.element_size() for t in small)
+    """Bytes the tensors of a draft take at least, before anything is packed."""
+    whole = [*draft.signature.values(), draft.result]
+    return 2 * math.prod(draft.predictions.shape[1:]) + sum(t.numel() * t.element_size() for t in whole)
 
 
 # The bits of a float without its sign, as a whole number, are below these exactly when it is finite.
@@ -205,7 +206,7 @@ def _groups(draft: EntryDraft, vector: np.ndarray) -> dict[str, dict[str, torch.
     sigmas = torch.tensor([float(s) for s in draft.prediction_sigmas], dtype=torch.float64)
     return {
         SIGNATURE: {**_own(draft.signature), TEXT: torch.from_numpy(vector)},
-        PREDICTIONS: {"predictions": _halved(draft.predictions), "sigmas": sigmas},
+        PREDICTIONS: {**packing.pack(_halved(draft.predictions)), "sigmas": sigmas},
         RESULT: {"result": draft.result.detach().cpu().contiguous()},
     }
 
@@ -326,9 +327,12 @@ def _check_manifest(manifest: dict[str, Any], entry_id: str) -> None:
     _need(set(files) == set(PARTS), f"unexpected files {sorted(files)}")
     sigmas, shape = manifest["prediction_sigmas"], list(identity.latent_shape)
     predictions = files[PREDICTIONS]["tensors"]
-    _need(set(predictions) == {"predictions", "sigmas"}, f"{PREDICTIONS} holds {sorted(predictions)}")
-    _need(predictions["predictions"][0] in ("float16", "bfloat16"), "predictions are not in 16 bits")
-    _need(predictions["predictions"][1] == [len(sigmas), *shape], "predictions have another shape than the identity")
+    _need(set(predictions) == {*packing.NAMES, "sigmas"}, f"{PREDICTIONS} holds {sorted(predictions)}")
+    _need(predictions["first"][0] in ("float16", "bfloat16"), "predictions are not in 16 bits")
+    _need(predictions["first"][1] == shape, "predictions have another shape than the identity")
+    _need(predictions["widths"] == ["uint8", [len(sigmas) - 1]], "there are not as many predictions as noise levels")
+    _need(predictions["changes"][0] == "uint8" and len(predictions["changes"][1]) == 1, "the changes are malformed")
+    _need(predictions["step"] == ["float64", [1]], "the step of the predictions is malformed")
     _need(predictions["sigmas"] == ["float64", [len(sigmas)]], "noise levels have another shape")
     _check_sigmas(sigmas, len(sigmas), BadEntry)
     _need(set(files[RESULT]["tensors"]) == {"result"}, f"{RESULT} holds other tensors")
@@ -360,7 +364,12 @@ def load_predictions(folder: Path, manifest: Mapping[str, Any]) -> torch.Tensor:
     """All predictions (S, *latent)."""
     tensors = load_file(folder, manifest, PREDICTIONS)
     _need(tensors["sigmas"].tolist() == manifest["prediction_sigmas"], "noise levels differ from those of entry.json")
-    return tensors["predictions"]
+    try:
+        predictions = packing.unpack(tensors)
+    except ValueError as error:
+        raise BadEntry(f"{PREDICTIONS} cannot be unpacked: {error}") from error
+    _need(_finite(predictions), f"{PREDICTIONS} leaves the range of its numbers")
+    return predictions
 
 
 def load_all(folder: Path, manifest: Mapping[str, Any]) -> None:

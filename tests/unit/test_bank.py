@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from carnator_core.bank import Bank, entry_id
+from carnator_core.bank import Bank, entry_id, packing
 from carnator_core.bank.eviction import HALF_LIFE_SECONDS, value, victims
 from carnator_core.bank.index import Row
 from tests.unit.test_bank_support import COMPUTED, SHAPE, draft, index_equals_folder, request, rows, used_bytes
@@ -39,17 +39,25 @@ def test_round_trip_is_bit_equal(bank, dtype):
         entry = other.open(one)
         assert set(entry.signature) == {"states", "count"}
         assert torch.equal(entry.signature["states"], made.signature["states"])
-        assert torch.equal(entry.predictions(), made.predictions.half())
+        assert nearly(entry.predictions(), made.predictions.half())
         assert torch.equal(entry.result(), made.result)
         assert entry.sigmas == (0.9, 0.6, 0.3, 0.1)
 
 
+def nearly(found: torch.Tensor, predictions: torch.Tensor) -> bool:
+    """Whether all values came back within half a step, and the first level bit for bit."""
+    step = packing.STEP * max(float(level.double().std(correction=0)) for level in predictions)
+    rounding = torch.finfo(predictions.dtype).eps * float(predictions.abs().max())
+    far = (found.double() - predictions.double()).abs().max()
+    return torch.equal(found[0], predictions[0]) and float(far) <= step / 2 + rounding
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_16_bit_predictions_stay_as_they_are(bank, dtype):
+def test_16_bit_predictions_keep_their_dtype(bank, dtype):
     made = draft(1)
     made.predictions = made.predictions.to(dtype)
-    entry = bank.open(bank.write(made))
-    assert torch.equal(entry.predictions(), made.predictions) and entry.predictions().dtype == dtype
+    found = bank.open(bank.write(made)).predictions()
+    assert found.dtype == dtype and nearly(found, made.predictions)
 
 
 def test_finite_values_whose_sum_is_not_are_kept(bank):

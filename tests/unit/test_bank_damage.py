@@ -21,7 +21,7 @@ import torch
 
 from carnator_core.bank import Bank, entry_id, store
 from carnator_core.bank import index as index_module
-from carnator_core.bank.entry import MANIFEST, _seal_of
+from carnator_core.bank.entry import MANIFEST, SCHEMA, _seal_of
 from carnator_core.bank.files import _HOST, QUARANTINE_LIMIT
 from tests.unit.test_bank_support import draft, fork, index_equals_folder, request, wait
 
@@ -152,8 +152,8 @@ def _rewrite(bank: Bank, one: str, change) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda m: m.update(schema=2),
-        lambda m: m.update(schema="1"),
+        lambda m: m.update(schema=1),
+        lambda m: m.update(schema="2"),
         lambda m: m.update(id="0" * 32),
         lambda m: m["identity"].update(weights="other"),
         lambda m: m["identity"].update(parametrisation="unheard of"),
@@ -165,7 +165,7 @@ def _rewrite(bank: Bank, one: str, change) -> None:
         lambda m: m["files"].update({"../../secret": m["files"]["result.safetensors"]}),
         lambda m: m["files"]["result.safetensors"].update(bytes=1),
         lambda m: m["files"]["result.safetensors"]["tensors"]["result"].reverse(),
-        lambda m: m["files"]["predictions.safetensors"]["tensors"]["predictions"][1].append(2),
+        lambda m: m["files"]["predictions.safetensors"]["tensors"]["first"][1].append(2),
         lambda m: m["files"]["signature.safetensors"]["tensors"].pop("bank.text"),
         lambda m: m.update(files=[1]),
         lambda m: m.update(prediction_sigmas=[0.1, 0.2, 0.3, 0.4]),
@@ -188,20 +188,19 @@ def test_tensors_that_differ_from_the_manifest(bank):
 
 def test_non_finite_values_on_disk(bank, monkeypatch):
     monkeypatch.setattr(store.codec, "check_draft", lambda made: None)
-    monkeypatch.setattr(store.codec, "_halved", lambda predictions: predictions.half())
     made = draft(1)
-    made.predictions[2] = float("nan")
+    made.result[0] = float("nan")
     entry = bank.open(bank.write(made))
-    assert entry.predictions() is None
+    assert entry.result() is None
     assert "non-finite" in bank.warnings[-1] and bank.stats().quarantined == 1
 
 
 def test_a_newer_schema_comes_back_with_its_version(bank, monkeypatch):
     one = bank.write(draft(1))
-    _rewrite(bank, one, lambda m: m.update(schema=2))
+    _rewrite(bank, one, lambda m: m.update(schema=SCHEMA + 1))
     assert bank.open(one) is None and bank.stats().quarantined == 1
     assert "another version" in bank.warnings[-1]
-    monkeypatch.setattr(store.codec, "SCHEMA", 2)
+    monkeypatch.setattr(store.codec, "SCHEMA", SCHEMA + 1)
     assert bank.rebuild() == 1 and bank.open(one) is not None and bank.stats().quarantined == 0
 
 
