@@ -156,12 +156,13 @@ def _negative(family: Family, cond: dict) -> str:
 
 
 def _settings(family: Family, conds: dict) -> tuple[tuple[str, str], ...]:
-    """Numbers of every conditioning that must be equal."""
-    return tuple(
-        (f"{side} {name}", repr(float(parts[0].get(name, usual))))
+    """Numbers of every conditioning that must be equal; None is what a node sets that switches one off."""
+    found = (
+        (f"{side} {name}", parts[0].get(name, usual))
         for name, usual in family.settings
         for side, parts in sorted(conds.items())
     )
+    return tuple((name, repr(value if value is None else float(value))) for name, value in found)
 
 
 def _noise_of(noise: torch.Tensor, latent: torch.Tensor) -> str:

@@ -134,6 +134,9 @@ def test_settings_beside_the_text_belong_to_the_identity(host, kind, family, cac
     told = report(host, fast, out)
     assert told["decision"] == "miss" and "differs in extra" in told["reason"]
     assert same(out, sampled(host, kind, family, beside=setting))
+    if kind == "HunyuanVideo":  # switched off, as FluxDisableGuidance does
+        told = report(host, fast, sampled(host, kind, fast, beside={"guidance": None}))
+        assert told["decision"] == "miss" and told["written"]
 
 
 def test_what_else_speaks_of_the_prompt_makes_another_request(host, kind, family, cache):
