@@ -6,10 +6,9 @@
     report = run.finish(result)           # keeps a computed run as a donor
 
 The probe runs dense; after it the nearest donors are recalled and judged, and the rest is planned; where answers turn
-out worse than the policy takes, more is computed. Until the
-first skipped step nothing of the run is touched, so a miss is the run itself. A host that computes a step in several
-calls uses `answer`, `window_at`, `blended` and `observe` instead of `step`. No method but `compute` itself raises
-because of a bank.
+out worse than the policy takes, more is computed. Until the first skipped step nothing of the run is touched, so a miss
+is the run itself. A host that computes a step in several calls uses `answer`, `window_at`, `blended` and `observe`
+instead of `step`. No method but `compute` itself raises because of a bank.
 """
 
 from __future__ import annotations

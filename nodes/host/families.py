@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...carnator_core.grid import TokenGrid
+from .taps import ApartWatcher, JointWatcher, Watcher
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Family:
 
     `kinds`: classes of comfy.model_base, by exact name. `settings`: numbers in a conditioning that must be equal, with
     what the host takes where they lack. `prompt`: tensors in a conditioning that speak of the prompt beside its rows.
-    `joint`: text and video lie in one sequence, video first, and a few attentions over text alone come before it.
+    `watcher`: knows how the family lays out its tokens in attention.
     `windows`: the blocks can go through a `TokenWindow`.
     """
 
@@ -27,7 +28,7 @@ class Family:
     latent_alone: Callable[[Any], bool]  # whether inner takes nothing but the noisy latent
     settings: tuple[tuple[str, float], ...] = ()
     prompt: tuple[str, ...] = ()
-    joint: bool = False
+    watcher: type[Watcher] = ApartWatcher
     windows: bool = False
 
     def grid(self, inner: Any, latent_shape: tuple[int, ...]) -> TokenGrid:
@@ -63,7 +64,7 @@ FAMILIES = (
         latent_alone=lambda inner: inner.in_channels == inner.out_channels,
         settings=(("guidance", 6.0),),
         prompt=("attention_mask", "pooled_output"),
-        joint=True,
+        watcher=JointWatcher,
     ),
 )
 _BY_KIND = {kind: family for family in FAMILIES for kind in family.kinds}

@@ -28,7 +28,7 @@ from .families import family_of
 from .identity import Undigestible, of_unknown_noise, request_of
 from .setup import KEY, ORIGINS, REPORTS, Setup, Told, digest_of_latent, setup_of
 from .supported import unsupported
-from .taps import WATCHERS, watched
+from .taps import watched
 from .window import windowed
 
 UNKNOWN_NOISE = (
@@ -138,8 +138,7 @@ class _Steps:
             if window is not None:
                 given = windowed(given, window)
             if taps is not None or sparse is not None:
-                watcher = WATCHERS[self.family.joint](run.grid, middle_layer(self.layers), taps, sparse, last)
-                given = watched(given, watcher)
+                given = watched(given, self.family.watcher(run.grid, middle_layer(self.layers), taps, sparse, last))
             return inner(x, timestep, given, seed)
 
         before = self.sparse.applied if self.sparse else 0

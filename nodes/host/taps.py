@@ -162,6 +162,3 @@ class JointWatcher(Watcher):
             return host(q, k, v).unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
 
         return self.sparse.attend(layer, branches, dense, q, k, v).transpose(1, 2).flatten(2)
-
-
-WATCHERS: dict[bool, type[Watcher]] = {False: ApartWatcher, True: JointWatcher}  # by `Family.joint`
