@@ -144,8 +144,9 @@ def test_what_else_speaks_of_the_prompt_makes_another_request(host, kind, family
     sampled(host, kind, fast)
     changed = {"LTXV": {"attention_mask": torch.ones(1, ROWS).long()}}
     changed["HunyuanVideo"] = {"pooled_output": torch.ones(1, 768)}
-    told = report(host, fast, sampled(host, kind, fast, beside=changed[kind]))
-    assert told["decision"] != "exact"
+    positive = conditioning(host, kind, PROMPT, **changed[kind])
+    told = report(host, fast, sampled(host, kind, fast, positive=positive))
+    assert told["decision"] == "joint"
 
 
 def test_sparse_attention_alone_keeps_the_clip_and_tells_its_density(host, kind, family):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 import zlib
 
 import pytest
@@ -51,7 +52,7 @@ def test_a_course_takes_a_fraction_of_its_16_bits():
     assert bits < 5
 
 
-@pytest.mark.parametrize("harm", ["cut", "flip", "more", "bomb", "width", "step"])
+@pytest.mark.parametrize("harm", ["cut", "flip", "more", "width", "step"])
 def test_what_was_never_written_is_refused(harm):
     packed = pack(course(5))
     changes = packed["changes"]
@@ -61,11 +62,21 @@ def test_what_was_never_written_is_refused(harm):
         changes[len(changes) // 2] ^= 255
     if harm == "more":
         packed["widths"] = torch.cat((packed["widths"], packed["widths"][-1:]))
-    if harm == "bomb":  # a gigabyte of zeros in a megabyte: no more is inflated than belongs there
-        packed["changes"] = torch.frombuffer(bytearray(zlib.compress(bytes(2**30), 1)), dtype=torch.uint8)
     if harm == "width":
         packed["widths"][0] = 3
     if harm == "step":
         packed["step"][0] = float("inf")
     with pytest.raises(ValueError, match="never written|damaged|instead of"):
         unpack(packed)
+
+
+def test_no_more_is_inflated_than_belongs_there():
+    packed = pack(course(5))
+    packed["changes"] = torch.frombuffer(bytearray(zlib.compress(bytes(2**26))), dtype=torch.uint8)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="instead of"):
+            unpack(packed)
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
