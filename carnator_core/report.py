@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass, field
 
 SCHEMA = 1
-DECISIONS = ("exact", "joint", "connectivity", "miss", "off")
+DECISIONS = ("exact", "joint", "miss", "off")
 KINDS = ("dense", "skipped", "region", "sparse", "exact")
 
 

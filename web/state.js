@@ -15,7 +15,6 @@ export const EMPTY = Object.freeze({
 const WORDS = {
   exact: "Exact hit",
   joint: "Joint hit",
-  connectivity: "Connectivity hit",
   miss: "Miss",
   off: "Off",
 };
@@ -34,9 +33,8 @@ export function afterStep(state, event) {
   const fresh = state.phase !== "running" || state.cells.length !== event.steps || again;
   const cells = fresh ? new Array(Math.max(0, event.steps)).fill(null) : [...state.cells];
   if (event.index >= 0 && event.index < cells.length) cells[event.index] = event.kind;
-  const hit = event.decision === "joint" || event.decision === "connectivity";
   // "miss" is what a report says before the gate was asked, so only a hit is told early
-  return { ...EMPTY, phase: "running", decision: hit ? event.decision : null, cells };
+  return { ...EMPTY, phase: "running", decision: event.decision === "joint" ? "joint" : null, cells };
 }
 
 /** The state of a finished run, from its report; `state` only tells how many steps there were to be. */

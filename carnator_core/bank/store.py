@@ -10,7 +10,6 @@ import functools
 import json
 import logging
 import shutil
-import sqlite3
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -18,22 +17,20 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from safetensors import SafetensorError
 
 from ..request import Request, begun_with
 from . import entry as codec
 from .catalogue import Catalogue
-from .entry import BadEntry, EntryDraft, EntryInfo, Refused, Sealed, entry_id
+from .entry import EntryDraft, EntryInfo, Refused, Sealed, entry_id
 from .eviction import victims
-from .files import Folder, Stamp, size_of, sync_folder, write_bytes
+from .files import Folder, size_of, sync_folder, write_bytes
 from .index import Row
+from .shelf import FAILURES, GONE, Shelf, row_of
 from .text import text_vector
 
 BUDGET_BYTES = 20 * 2**30
 DISK_RESERVE_BYTES = 256 * 2**20  # left free on the disk for the host's own files, at most 5 % of it
 WARNINGS_KEPT = 100
-FAILURES = (OSError, sqlite3.Error, ValueError, RuntimeError, MemoryError, SafetensorError)
-GONE = "gone"
 Mode = Literal["on", "read-only", "off"]
 T = TypeVar("T")
 log = logging.getLogger("carnator")
@@ -62,8 +59,8 @@ class Entry:
     A part is None when the entry went away or proved bad since; nothing on disk stays open.
     """
 
-    def __init__(self, bank: Bank, manifest: dict[str, Any], info: EntryInfo, signature: dict[str, torch.Tensor]):
-        self._bank, self._manifest = bank, manifest
+    def __init__(self, shelf: Shelf, manifest: dict[str, Any], info: EntryInfo, signature: dict[str, torch.Tensor]):
+        self._shelf, self._manifest = shelf, manifest
         self.info = info
         self.signature = signature
 
@@ -78,11 +75,11 @@ class Entry:
 
     def predictions(self) -> torch.Tensor | None:
         """x0 predictions (S, *latent) at `sigmas`, float16 or bfloat16."""
-        return self._bank._part(self._manifest, codec.load_predictions)
+        return self._shelf.part(self._manifest, codec.load_predictions)
 
     def result(self) -> torch.Tensor | None:
         """The final latent, bit-equal to what was written."""
-        return self._bank._part(self._manifest, lambda folder, m: codec.load_file(folder, m, codec.RESULT)["result"])
+        return self._shelf.part(self._manifest, lambda folder, m: codec.load_file(folder, m, codec.RESULT)["result"])
 
 
 @dataclass(frozen=True)
@@ -115,10 +112,10 @@ class Bank:
         self.warnings: list[str] = []
         self.noted = 0  # how many warnings there have been, also those that are no longer kept
         self._logged: set[str] = set()
-        self._bad: set[str] = set()  # bad entries that could not be moved away
         self._swept = False
         self._folder = Folder(self.root)
-        self._catalogue = Catalogue(self._folder, mode == "on", self._read_row, lambda text: self._warn("index", text))
+        self._shelf = Shelf(self._folder, mode == "on", self._warn, self._forget)
+        self._catalogue = Catalogue(self._folder, mode == "on", self._shelf.row, lambda text: self._warn("index", text))
 
     def close(self) -> None:
         """Close the index; the next call opens it again."""
@@ -135,6 +132,12 @@ class Bank:
         if kind not in self._logged:
             self._logged.add(kind)
             log.warning("Carnator: %s", text)
+
+    def _forget(self, entry_id: str, moved: bool) -> None:
+        if moved:
+            self._catalogue.forget([entry_id])
+        else:
+            self._catalogue.drop(entry_id)
 
     def _note(self, text: str) -> None:
         self.warnings.append(text)
@@ -153,7 +156,7 @@ class Bank:
         """The entry of this very request: same identity, same profile."""
         if self.mode == "off":
             return None
-        manifest = self._manifest(entry_id(request))
+        manifest = self._shelf.manifest(entry_id(request))
         return self._info(manifest) if manifest else None
 
     @_never_raises(list)
@@ -175,22 +178,22 @@ class Bank:
         """An entry with its signature; None when it went away or is bad (then it goes to quarantine)."""
         if self.mode == "off":
             return None
-        manifest = self._manifest(entry_id)
+        manifest = self._shelf.manifest(entry_id)
         if manifest is None:
             return None
-        signature = self._part(manifest, lambda folder, m: codec.load_file(folder, m, codec.SIGNATURE))
+        signature = self._shelf.part(manifest, lambda folder, m: codec.load_file(folder, m, codec.SIGNATURE))
         if signature is None:
             return None
         del signature[codec.TEXT]
-        return Entry(self, manifest, self._info(manifest), signature)
+        return Entry(self._shelf, manifest, self._info(manifest), signature)
 
     @_never_raises(lambda: None)
     def result(self, entry_id: str) -> torch.Tensor | None:
         """The final latent of an entry, bit-equal to what was written."""
-        manifest = None if self.mode == "off" else self._manifest(entry_id)
+        manifest = None if self.mode == "off" else self._shelf.manifest(entry_id)
         if manifest is None:
             return None
-        return self._part(manifest, lambda folder, m: codec.load_file(folder, m, codec.RESULT)["result"])
+        return self._shelf.part(manifest, lambda folder, m: codec.load_file(folder, m, codec.RESULT)["result"])
 
     @_never_raises(str)
     def explain_empty(self, request: Request) -> str:
@@ -230,7 +233,7 @@ class Bank:
         if codec.draft_bytes(draft) > self.budget_bytes:
             raise Refused(self._too_large(codec.draft_bytes(draft)))
         one = entry_id(draft.request)
-        if self._manifest(one) is not None:
+        if self._shelf.manifest(one) is not None:
             self._catalogue.sync()
             return one
         self._folder.make()
@@ -238,7 +241,7 @@ class Bank:
         sealed = codec.seal(draft)
         self._make_room(sealed.bytes)
         if self._publish(sealed):
-            self._catalogue.put(_row(sealed.manifest, sealed.bytes, sealed.vector))
+            self._catalogue.put(row_of(sealed.manifest, sealed.bytes, sealed.vector))
         else:
             self._catalogue.sync()
         self._make_room(0, keep=one)
@@ -253,7 +256,7 @@ class Bank:
             sync_folder(temporary)
             if self._folder.publish(temporary, sealed.id):
                 return True
-            if self._manifest(sealed.id) is not None:
+            if self._shelf.manifest(sealed.id) is not None:
                 return False
             if self._folder.publish(temporary, sealed.id):  # a bad one was there and has left the name free
                 return True
@@ -337,7 +340,7 @@ class Bank:
     @_never_raises(lambda: None)
     def show(self, entry_id: str) -> dict[str, Any] | None:
         """All that entry.json holds, with size and use."""
-        manifest = None if self.mode == "off" else self._manifest(entry_id)
+        manifest = None if self.mode == "off" else self._shelf.manifest(entry_id)
         if manifest is None:
             return None
         info = self._info(manifest)
@@ -362,20 +365,8 @@ class Bank:
         """Read and check every file of every entry: id -> None when sound, else the reason (and quarantine)."""
         if self.mode == "off":
             return {}
-        found = {one: self._check(one) for one in progress(sorted(self._folder.ids()))}
+        found = {one: self._shelf.fault(one) for one in progress(sorted(self._folder.ids()))}
         return {one: reason for one, reason in found.items() if reason != GONE}
-
-    def _check(self, entry_id: str) -> str | None:
-        folder, stamp = self._folder.entry(entry_id), self._folder.stamp(entry_id)
-        try:
-            codec.load_all(folder, codec.read_manifest(folder, entry_id))
-        except FileNotFoundError:
-            return GONE
-        except BadEntry as error:
-            return str(error) if self._reject(entry_id, error, stamp) else GONE
-        except FAILURES as error:
-            return f"could not be read: {error}"
-        return None
 
     @_never_raises(dict)
     def gc(self) -> dict[str, int]:
@@ -396,18 +387,8 @@ class Bank:
         if self.mode != "on":
             self._note(f"nothing was rebuilt: the bank is {self.mode}")
             return 0
-        self._bad.clear()
-        for path in self._folder.aside():
-            if self._readable(path):
-                self._folder.take_back(path)
+        self._shelf.take_back()
         return self._catalogue.rebuild()
-
-    def _readable(self, path: Path) -> bool:
-        try:
-            codec.load_all(path, codec.read_manifest(path, path.name[:32]))
-        except FAILURES:
-            return False
-        return True
 
     def stats(self) -> Stats:
         """Counts and sizes; zeros when the bank is off or cannot be read."""
@@ -427,83 +408,7 @@ class Bank:
     def _rows(self) -> list[Row]:
         return [] if self.mode == "off" else self._catalogue.rows()
 
-    # --- reading one entry ---
-
-    def _manifest(self, entry_id: str) -> dict[str, Any] | None:
-        """A checked manifest; None when the entry is gone or bad."""
-        folder, stamp = self._folder.entry(entry_id), self._folder.stamp(entry_id)
-        if entry_id in self._bad or folder.is_symlink():
-            return None
-        try:
-            return codec.read_manifest(folder, entry_id)
-        except FileNotFoundError:
-            return None
-        except BadEntry as error:
-            self._reject(entry_id, error, stamp)
-            return None
-
-    def _part(self, manifest: dict[str, Any], load: Callable[[Path, dict[str, Any]], T]) -> T | None:
-        """Some tensors of an entry; None when they are gone, bad or cannot be read now."""
-        one = manifest["id"]
-        stamp = self._folder.stamp(one)
-        try:
-            return load(self._folder.entry(one), manifest)
-        except FileNotFoundError:
-            return None
-        except BadEntry as error:
-            if not self._replaced(one, manifest):
-                self._reject(one, error, stamp)
-        except FAILURES as error:
-            self._warn("read", f"entry {one} could not be read: {error}")
-        return None
-
-    def _replaced(self, entry_id: str, manifest: dict[str, Any]) -> bool:
-        """Whether another process has put another entry under this id since the manifest was read."""
-        try:
-            return codec.read_manifest(self._folder.entry(entry_id), entry_id) != manifest
-        except FileNotFoundError:
-            return True
-        except FAILURES:
-            return False
-
-    def _reject(self, entry_id: str, error: BadEntry, judged: Stamp) -> bool:
-        """Move a bad entry to quarantine and forget it; False when it was replaced while it was read."""
-        if not self._set_aside(entry_id, error, judged):
-            return False
-        if entry_id in self._bad:
-            self._catalogue.drop(entry_id)
-        else:
-            self._catalogue.forget([entry_id])
-        return True
-
-    def _set_aside(self, entry_id: str, error: BadEntry, judged: Stamp) -> bool:
-        try:
-            if self.mode != "on":
-                raise OSError("the bank is read-only")
-            if not self._folder.set_aside(entry_id, judged):
-                return False
-        except OSError:
-            if self._folder.stamp(entry_id) != judged:
-                return False
-            self._bad.add(entry_id)
-        self._warn("quarantine", f"entry {entry_id} cannot be used and is set aside: {error}")
-        return True
-
-    def _read_row(self, entry_id: str) -> Row | None:
-        """The index row of an entry on disk. Called by the catalogue, so it must not call it back."""
-        folder, stamp = self._folder.entry(entry_id), self._folder.stamp(entry_id)
-        if entry_id in self._bad:
-            return None
-        try:
-            manifest = codec.read_manifest(folder, entry_id)
-            return _row(manifest, codec.bytes_of(manifest, folder), codec.load_vector(folder, manifest))
-        except FileNotFoundError:
-            return None
-        except BadEntry as error:
-            self._set_aside(entry_id, error, stamp)
-        except FAILURES as error:
-            self._warn("read", f"entry {entry_id} could not be read: {error}")
-        return None
+    # --- telling of one entry ---
 
     def _info(self, manifest: dict[str, Any]) -> EntryInfo:
         row = self._catalogue.row(manifest["id"])
@@ -515,29 +420,10 @@ class Bank:
         try:
             return codec.info_of(json.loads(row.card), row.bytes, similarity=similarity, **_usage(row))
         except (KeyError, TypeError, ValueError):
-            manifest = self._manifest(row.id)
+            manifest = self._shelf.manifest(row.id)
         return replace(self._info(manifest), similarity=similarity) if manifest else None
 
 
 def _usage(row: Row | None) -> dict[str, Any]:
     names = ("uses", "last_used", "saved_seconds")
     return {name: getattr(row, name) for name in names} if row else {}
-
-
-def _row(manifest: dict[str, Any], size: int, vector: Any) -> Row:
-    info = codec.info_of(manifest, size)
-    return Row(
-        id=info.id,
-        identity=info.identity.digest,
-        profile=info.profile_digest,
-        noise=info.noise,
-        bytes=size,
-        created=info.created,
-        last_used=info.created,
-        uses=0,
-        saved_seconds=0.0,
-        dense_seconds=info.dense_seconds,
-        schema=manifest["schema"],
-        vector=vector.tobytes(),
-        card=codec.card_of(manifest),
-    )

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 DECISIONS = {
     "exact": "exact: the stored result",
     "joint": "joint: borrows predictions",
-    "connectivity": "connectivity: borrows where attention looks",
     "miss": "miss: computed in full",
     "off": "off: passed through",
 }

@@ -4,13 +4,13 @@ STYLE = """
 :root {
   color-scheme: light dark;
   --ground: #f6f6f3; --card: #ffffff; --ink: #1d2326; --quiet: #5a6468; --line: #d9dcd8; --mark: #fff0b8;
-  --exact: #1f5fae; --joint: #1d7a46; --connectivity: #0d7580; --miss: #6a6f73; --off: #6a6f73;
+  --exact: #1f5fae; --joint: #1d7a46; --sparse: #0d7580; --miss: #6a6f73; --off: #6a6f73;
   --dense: #9aa3a7; --wrong: #b3261e; --region: #e8590c;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --ground: #14181a; --card: #1d2326; --ink: #e8ecec; --quiet: #a3adb0; --line: #353d40; --mark: #5b4a10;
-    --exact: #7db4f5; --joint: #6fcf97; --connectivity: #5fc7d2; --miss: #a9b1b4; --off: #a9b1b4;
+    --exact: #7db4f5; --joint: #6fcf97; --sparse: #5fc7d2; --miss: #a9b1b4; --off: #a9b1b4;
     --dense: #6d777b; --wrong: #f28b82; --region: #ff922b;
   }
 }
@@ -26,7 +26,7 @@ p { margin: 0.4rem 0; max-width: 46rem; }
 .run { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 1rem; min-width: 0; }
 .run > header { display: flex; flex-wrap: wrap; gap: 0.3rem 0.8rem; align-items: center; }
 .chip { border: 2px solid currentColor; border-radius: 1rem; padding: 0 0.7rem; font-weight: 600; font-size: 0.9rem; }
-.exact { color: var(--exact); } .joint { color: var(--joint); } .connectivity { color: var(--connectivity); }
+.exact { color: var(--exact); } .joint { color: var(--joint); }
 .miss { color: var(--miss); } .off { color: var(--off); }
 mark { background: var(--mark); color: inherit; border-radius: 3px; padding: 0 0.15em; }
 .note { border-left: 4px solid var(--wrong); padding-left: 0.6rem; }
@@ -46,7 +46,7 @@ img { display: block; width: 100%; image-rendering: pixelated; border-radius: 4p
 .steps span { flex: 1 1 0; min-width: 1px; border-radius: 2px; }
 .key { display: inline-block; width: 0.8em; height: 0.8em; border-radius: 2px; margin: 0 0.3em 0 0; }
 .k-dense { background: var(--dense); } .k-skipped { background: var(--joint); } .k-exact { background: var(--exact); }
-.k-region { background: var(--region); } .k-sparse { background: var(--connectivity); }
+.k-region { background: var(--region); } .k-sparse { background: var(--sparse); }
 .keys span + span { margin-left: 0.5em; }
 .facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(7.4rem, 1fr)); gap: 0.5rem; margin: 1rem 0 0; }
 .facts div { border: 1px solid var(--line); border-radius: 6px; padding: 0.35rem 0.6rem; }

@@ -111,7 +111,7 @@ def _nan(tensor):
         ({"provenance": {**COMPUTED, "computed": 1}}, "never becomes a donor"),
         ({"provenance": {"decision": "miss"}}, "never becomes a donor"),
         ({"provenance": {**COMPUTED, "decision": "joint"}}, "makes no donor"),
-        ({"provenance": {**COMPUTED, "decision": "connectivity"}}, "makes no donor"),
+        ({"provenance": {**COMPUTED, "decision": "something"}}, "makes no donor"),
         ({"provenance": {**COMPUTED, "x": float("nan")}}, "plain finite JSON"),
         ({"provenance": {**COMPUTED, "x": torch.ones(1)}}, "plain finite JSON"),
         ({"predictions": _nan(torch.zeros(4, *SHAPE))}, "non-finite"),
