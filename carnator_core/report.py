@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 SCHEMA = 1
 DECISIONS = ("exact", "joint", "miss", "off")
-KINDS = ("dense", "skipped", "region", "sparse", "exact")
+KINDS = ("dense", "skipped", "region", "sparse", "cached", "exact")
 
 
 @dataclass

@@ -24,6 +24,7 @@ export const KINDS = {
   skipped: "reused, no model call",
   region: "only the changed region computed",
   sparse: "computed with sparse attention",
+  cached: "partly from the model's own cache",
   exact: "taken from the stored result",
 };
 

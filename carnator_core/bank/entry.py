@@ -211,6 +211,11 @@ def _groups(draft: EntryDraft, vector: np.ndarray) -> dict[str, dict[str, torch.
     }
 
 
+def as_lent(predictions: torch.Tensor) -> torch.Tensor:
+    """What a reader of an entry gets of one run's predictions (S, *latent): 16 bits, packed and unpacked."""
+    return packing.unpack(packing.pack(_halved(predictions)))
+
+
 def _seconds(value: Any) -> float:
     """A duration; 0 for what is none, which makes the entry the first to go."""
     known = isinstance(value, (int, float)) and math.isfinite(value) and value > 0

@@ -28,6 +28,7 @@ KINDS = {
     "skipped": "answered from a donor",
     "region": "computed in a region",
     "sparse": "computed with sparse attention",
+    "cached": "partly from the model's own cache",
     "exact": "not needed, the result was stored",
 }
 

@@ -46,7 +46,7 @@ img { display: block; width: 100%; image-rendering: pixelated; border-radius: 4p
 .steps span { flex: 1 1 0; min-width: 1px; border-radius: 2px; }
 .key { display: inline-block; width: 0.8em; height: 0.8em; border-radius: 2px; margin: 0 0.3em 0 0; }
 .k-dense { background: var(--dense); } .k-skipped { background: var(--joint); } .k-exact { background: var(--exact); }
-.k-region { background: var(--region); } .k-sparse { background: var(--sparse); }
+.k-region { background: var(--region); } .k-sparse, .k-cached { background: var(--sparse); }
 .keys span + span { margin-left: 0.5em; }
 .facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(7.4rem, 1fr)); gap: 0.5rem; margin: 1rem 0 0; }
 .facts div { border: 1px solid var(--line); border-radius: 6px; padding: 0.35rem 0.6rem; }

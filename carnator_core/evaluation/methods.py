@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..bank.entry import as_lent
 from ..grid import TokenGrid
 from ..mini import sample
 from ..reuse.answer import DonorAnswer, ForecastAnswer, FrozenAnswer
@@ -35,7 +36,7 @@ class Case:
     wanted: Prompted
     noise: torch.Tensor  # (B, 16, T, h, w)
     donor_noisy: torch.Tensor  # (S, B, 16, T, h, w)
-    donor_x0: torch.Tensor
+    donor_x0: torch.Tensor  # as a bank lends them
     plan: Plan
     grid: TokenGrid
 
@@ -48,8 +49,9 @@ class Case:
         own = sample.noise([p.donor_seed for p in pairs], size)
         walk(lender, own, dense_plan(plan.sigmas), FrozenAnswer(), lambda _, x, x0: seen.append((x, x0)))
         noisy, x0 = (torch.stack(part) for part in zip(*seen, strict=True))
+        lent = torch.stack([as_lent(run) for run in x0.unbind(1)], 1).to(x0)
         wanted = Prompted(model, [p.prompt for p in pairs], guidance)
-        return cls(wanted, noise, noisy, x0, plan, TokenGrid.of_latent(tuple(noise.shape)))
+        return cls(wanted, noise, noisy, lent, plan, TokenGrid.of_latent(tuple(noise.shape)))
 
     def truth(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's own dense result, and how far it agrees with the donor at the end of the probe: (B,) in [0, 1].

@@ -4,8 +4,9 @@ python -m carnator_core bench quality --out DIR [--pairs 64] [--grid large] [--p
 
 Every pair: the donor's run fills an empty bank, the target's own dense run is the truth, then the target runs once a
 plan. "policy" is the plan that the gate chooses; other names (see `bench reuse`) are forced whatever the risk, and
--rN behind one lets every N-th computed step between skipped ones be full while the others compute a region, and -sP
-makes attention sparse in the full ones, P percent of its mass kept (always, as it is quality that is asked for).
+"alone" borrows nothing. -rN behind one lets every N-th computed step between skipped ones be full while the others
+compute a region, -sP makes attention sparse in the full ones, P percent of its mass kept (always, as it is quality that
+is asked for), and -cP lets diffusers' first-block cache take part, with a threshold of P percent.
 
 DIR/rows.jsonl keeps one line a pair and plan (an interrupted run goes on there), DIR/table.json the table, and
 DIR/plan.json the typical plan of each name: that of the pair with the median cost.
@@ -18,11 +19,13 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from diffusers import FirstBlockCacheConfig
 from tqdm import tqdm
 
 from ..attention.connectivity import Connectivity
@@ -33,42 +36,59 @@ from ..mini import sample, world
 from ..mini.evaluate import GRIDS
 from ..pipelines import Generator
 from ..reuse.engine import REFRESH
-from ..reuse.plan import Plan
+from ..reuse.plan import Plan, dense_plan
 from .bench import PEAK, claim, plan_named, read_clip, share_right
 from .metrics import interval, psnr_each, rounded
 from .options import add_case_options, add_pair_options, check, load_model
 from .traces import Pair, pairs
 
-POLICY = "policy"
+POLICY, ALONE = "policy", "alone"
 DENSE = "dense"
 
 
-NAME = re.compile(r"(policy|(?:paced|even|resume)-\d+)(?:-r(\d+))?(?:-s(\d+))?")
+NAME = re.compile(r"(alone|policy|(?:paced|even|resume)-\d+)(?:-r(\d+))?(?:-s(\d+))?(?:-c(\d+))?")
 
 
 @dataclass(frozen=True)
 class Way:
-    """How to run: a plan (None: the gate's own) and the attention mass to keep (None: dense attention)."""
+    """How to run: a plan (None: the gate's own), the attention mass to keep (None: dense attention), and the threshold
+    of a first-block cache (None: without one)."""
 
     plan: Plan | None
     kept: float | None
     refresh: int = REFRESH
+    cache: float | None = None
 
     @classmethod
     def named(cls, name: str, steps: int) -> Way:
         """ValueError for an unknown name."""
         found = NAME.fullmatch(name)
         if found is None:
-            raise ValueError(f"{name!r} is no plan; use policy, even-N, paced-R or resume-K, with -rN, -sP")
-        base, refresh, kept = found.groups()
+            raise ValueError(f"{name!r} is no plan; use alone, policy, even-N, paced-R or resume-K, with -rN, -sP, -cP")
+        base, refresh, kept, cache = found.groups()
+        threshold = int(cache) / 100 if cache else None
         share = int(kept) / 100 if kept else None
         if share is not None and not 0 < share <= 1:
             raise ValueError(f"{name!r}: behind -s stand 1 to 100 percent")
         if refresh == "0":
             raise ValueError(f"{name!r}: every how many computed steps is one full? at least 1")
         if base == POLICY:
-            return cls(None, share, int(refresh or REFRESH))
-        return cls(plan_named(base, steps).regional(int(refresh or 1)), share)
+            return cls(None, share, int(refresh or REFRESH), threshold)
+        if base == ALONE:
+            return cls(dense_plan(sample.sigmas(steps)[:-1].tolist()), share, cache=threshold)
+        return cls(plan_named(base, steps).regional(int(refresh or 1)), share, cache=threshold)
+
+    @contextmanager
+    def cached(self, model: torch.nn.Module) -> Iterator[None]:
+        """The model with the first-block cache, where this way has one."""
+        if self.cache is None:
+            yield
+            return
+        model.enable_cache(FirstBlockCacheConfig(threshold=self.cache))
+        try:
+            yield
+        finally:
+            model.disable_cache()
 
     def sparse(self) -> Connectivity | None:
         return None if self.kept is None else Connectivity(self.kept, PORTABLE)
@@ -84,13 +104,15 @@ def measure_pair(make: Generator, pair: Pair, size: int, steps: int, ways: dict[
     rows = [told | {"plan": DENSE, "cost": steps} | read_clip(truth, pair.target)]
     for name, way in ways.items():
         how = dict(donor=donor if way.plan else None, forced=way.plan, sparse=way.sparse(), refresh=way.refresh)
-        clip = make(pair.prompt, pair.seed, size, steps, **how)
+        with way.cached(make.model):
+            clip = make(pair.prompt, pair.seed, size, steps, **how)
         report = clip.report
         if report.written:
             make.bank.remove(report.written)
         rows.append(
             told
-            | {"plan": name, "decision": report.decision, "risk": report.risk, "cost": report.forwards}
+            | {"plan": name, "decision": ALONE if name.startswith(ALONE) else report.decision}
+            | {"risk": report.risk, "cost": report.forwards}
             | {"answer_error": report.answer_error}
             | {"psnr": psnr_each(clip.latent, truth, PEAK)[0]}
             | {"scope": [report.scope.evidence, report.scope.active, report.scope.context, report.scope.density]}
@@ -116,7 +138,7 @@ def run(make: Generator, wanted: Sequence[Pair], size: int, steps: int, ways: di
 
 def line_of(name: str, mine: Sequence[dict], dense: dict[int, dict], steps: int) -> dict:
     """One plan's line: paired faithfulness less dense, its worst attribute, PSNR, and what the runs cost."""
-    hits = [row for row in mine if row.get("decision", "joint") in ("joint", "exact")]
+    hits = [row for row in mine if row.get("decision", "joint") in ("joint", "exact", ALONE)]
     line = {
         "plan": name,
         "pairs": len(mine),
@@ -191,7 +213,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="folder for rows, table and plan")
     add_pair_options(parser, pairs=64, grid="large")
     add_case_options(parser)
-    parser.add_argument("--plan", nargs="+", default=[POLICY], help="policy, even-N, paced-R or resume-K; -rN, -sP")
+    parser.add_argument("--plan", nargs="+", default=[POLICY], help="alone, policy, even-N, ...; -rN, -sP, -cP")
     parser.add_argument("--policy", choices=POLICIES, default=DEFAULT)
     parser.set_defaults(run=command)
     return parser

@@ -31,6 +31,7 @@ from ..reuse.engine import Run
 from ..reuse.window import TokenWindow
 from ..schedule import from_x0, to_x0
 from ..signature.taps import Taps
+from .first_block import FirstBlockWatch, composes
 
 
 def attach(pipe: Any, bank: Bank, policy: str = DEFAULT, kept: float | None = None) -> Attached:
@@ -89,8 +90,8 @@ class Attached:
         # What changes the transformer's answers without changing its parameters is in no digest of them.
         if getattr(self.pipe.transformer, "peft_config", None):
             return "a LoRA lies on the transformer unfused, and its strength cannot be read; fuse it"
-        if getattr(self.pipe.transformer, "is_cache_enabled", False):
-            return "a cache of diffusers is enabled on the transformer, so its steps are not all computed"
+        if not composes(self.pipe.transformer):
+            return "a cache of diffusers is enabled on the transformer, and only its first-block cache is known"
         return None
 
     def weights(self) -> str:
@@ -164,7 +165,8 @@ class _Drive:
         self.stored: torch.Tensor | None = None
         self.result: torch.Tensor | None = None
         self.step: _Step | None = None
-        self.sparse = Connectivity(attached.kept) if attached.kept else None
+        self.cache = FirstBlockWatch(attached.pipe.transformer)
+        self.sparse = Connectivity(attached.kept) if attached.kept and not self.cache.on else None
         self.applied = 0  # sparse attentions of the steps before
 
     # --- the transformer's side ---
@@ -182,7 +184,7 @@ class _Drive:
             self._open_step(x, kwargs["timestep"])
         if self.step.answered is not None:
             return (self.step.answered,)
-        with self._tapped(), self._windowed(), self._sparse():
+        with self._tapped(), self._windowed(), self._sparse(), self.cache.around():
             out = self.forward(**kwargs)
         velocity = self._blended(out[0])
         self.step.branches.append(velocity)
@@ -193,7 +195,7 @@ class _Drive:
         grid = backbones.find(pipe.transformer).grid_of(pipe.transformer, tuple(x.shape))
         request = self._request(x)
         taps = Taps(grid, len(request.profile.conditioning))
-        layers = len(pipe.transformer.blocks)
+        layers = 0 if self.cache.on else len(pipe.transformer.blocks)  # its residuals are of all tokens
         self.run = Run(request, attached.bank, attached.policy, grid, taps, self.donor, layers=layers)
         self.stored = self.run.exact()
 
@@ -284,6 +286,7 @@ class _Drive:
                 self.run.taps.read_branches(*step.branches)
         x0 = to_x0("flow", step.x.float(), velocity.float(), step.sigma)
         self.run.observe(step.sigma, x0, time.perf_counter() - step.started)
+        self.cache.tell(self.run)
         if self.sparse and self.run.probing_last(step.sigma):
             self.sparse.close()
         if self.sparse and self.sparse.applied > self.applied:
@@ -295,6 +298,8 @@ class _Drive:
     def finish(self) -> RunReport:
         if self.run is None:
             return RunReport(decision="off", reason="passed through: the transformer was never called as expected")
+        if self.attached.kept and self.cache.on:
+            self.run.report.warnings.append("sparse attention stands down beside a first-block cache")
         if self.sparse and self.stored is None:
             self.run.report.scope.density = self.sparse.density
             self.run.report.warnings.append(self.sparse.told(self.run.becomes_donor))

@@ -22,6 +22,7 @@ from ..reuse.plan import Plan
 from ..reuse.seeds import DONOR, OWN, with_donors_noise
 from ..signature.evidence import Evidence
 from ..signature.taps import Taps
+from .first_block import FirstBlockWatch
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ class Generator:
         self, run: Run, x: torch.Tensor, levels: list[float], on_step: Callable | None, sparse: Connectivity | None
     ) -> torch.Tensor:
         """Euler, as `mini.sample` does it without reuse."""
+        cache = FirstBlockWatch(self.model)
+        sparse = None if cache.on else sparse
         first = next(self.model.parameters())
         x = x.to(first.device)
         cond, uncond = (text.encode([p]).to(first) for p in (run.request.profile.prompt, ""))
@@ -118,11 +121,12 @@ class Generator:
             branches = run.taps.read_branches if tapped and self.guidance != 1 else None
 
             def compute(x=x, sigma=sigma, tapped=tapped, branches=branches) -> torch.Tensor:
-                with self._around(run, sigma, tapped, sparse):
+                with self._around(run, sigma, tapped, sparse), cache.around("both branches"):
                     return sample.guided_x0(self.model, x, sigma, cond, uncond, self.guidance, branches)
 
             before = sparse.applied if sparse else 0
             x0 = run.step(sigma, compute)
+            cache.tell(run)
             if sparse and run.probing_last(sigma):
                 sparse.close()
             if sparse and sparse.applied > before:

@@ -225,6 +225,12 @@ class Run:
         self.report.steps[-1].kind = "sparse"
         self.report.scope.density = density
 
+    def was_cached(self, cost: float) -> None:
+        """A cache within the model had a part in the last observed step, which took `cost` of a full forward."""
+        self._tainted = self._tainted or "a cache within the model answered some of its steps"
+        row = self.report.steps[-1]
+        row.kind, row.cost = "cached", cost
+
     def stop(self, reason: str) -> None:
         """End reuse for the rest of this run, which then makes no donor either; the first reason stays."""
         self._stopped = self._stopped or reason

@@ -8,6 +8,7 @@ from diffusers import (
     AutoencoderKLWan,
     FirstBlockCacheConfig,
     FlowMatchEulerDiscreteScheduler,
+    MagCacheConfig,
     UniPCMultistepScheduler,
     WanPipeline,
     WanTransformer3DModel,
@@ -179,8 +180,8 @@ def test_what_is_not_known_is_passed_through_with_a_reason(parts, tmp_path):
     assert fast.report.decision == "off" and "several clips" in fast.report.reason
     given = dict(attention_kwargs={"scale": 0.5})
     assert torch.equal(ask(fast, **given), ask(pipe, **given)) and "attention_kwargs" in fast.report.reason
-    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-    assert "cache" in fast.unsupported()
+    pipe.transformer.enable_cache(MagCacheConfig(calibrate=True))
+    assert "only its first-block cache" in fast.unsupported()
     pipe.transformer.disable_cache()
     pipe.transformer.peft_config = {"style": object()}  # as a loaded, unfused LoRA leaves it
     assert "LoRA" in fast.unsupported()
@@ -190,6 +191,68 @@ def test_what_is_not_known_is_passed_through_with_a_reason(parts, tmp_path):
     assert "flow" in fast.unsupported()
     with pytest.raises(ValueError, match="policy"):
         attach(pipe, bank=Bank(tmp_path), policy="wild")
+
+
+@pytest.fixture
+def cached(parts):
+    """A pipeline whose first-block cache answers often, and never at a threshold of 0."""
+    pipe = pipeline(parts)
+
+    def switch(threshold: float | None) -> None:
+        if pipe.transformer.is_cache_enabled:
+            pipe.transformer.disable_cache()
+        if threshold is not None:
+            pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+
+    return pipe, switch
+
+
+def kinds(report) -> list[str]:
+    return [row.kind for row in report.steps]
+
+
+def test_a_hit_composes_with_a_first_block_cache(cached, tmp_path):
+    pipe, switch = cached
+    fast = attach(pipe, bank=Bank(tmp_path), kept=0.9)
+    fast.policy = GENEROUS
+    ask(fast)
+    ask(fast, "a red cube")
+    alone = fast.report
+    assert alone.decision == "joint" and "cached" not in kinds(alone)
+    switch(0.5)
+    plain = ask(pipe, "a blue cone")
+    missed = ask(fast, "a blue cone", seed=4)
+    assert fast.report.decision == "miss" and torch.equal(missed, ask(pipe, "a blue cone", seed=4))
+    assert "cached" in kinds(fast.report) and fast.report.written is None and len(Bank(tmp_path).ls()) == 1
+    ask(fast, "a blue cone")
+    both = fast.report
+    assert both.decision == "joint" and {"skipped", "cached"} <= set(kinds(both)) and both.forwards < alone.forwards
+    assert any("stands down" in w for w in both.warnings)  # the sparse attention that was asked for
+    assert torch.equal(ask(pipe, "a blue cone"), plain)  # nothing of ours stays behind in the cache
+
+
+def test_a_first_block_cache_that_never_answers_leaves_a_run_a_donor(cached, tmp_path):
+    pipe, switch = cached
+    switch(0.0)
+    fast = attach(pipe, bank=Bank(tmp_path))
+    ask(fast)
+    assert set(kinds(fast.report)) == {"dense"} and fast.report.written
+
+
+def test_an_interrupted_cached_run_leaves_nothing_to_the_next(cached, tmp_path):
+    pipe, switch = cached
+    switch(0.5)
+    fast = attach(pipe, bank=Bank(tmp_path))
+    first = ask(fast)
+
+    def interrupt(_pipe, index, *_):
+        if index == 3:
+            raise KeyboardInterrupt
+        return {}
+
+    with pytest.raises(KeyboardInterrupt):
+        ask(fast, "a red bell", callback_on_step_end=interrupt)
+    assert torch.equal(ask(fast), first)
 
 
 def test_changed_weights_share_nothing(parts, tmp_path):

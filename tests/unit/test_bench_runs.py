@@ -22,6 +22,9 @@ def test_plans_by_name():
     assert str(Way.named("paced-1", 20).plan).startswith("##.#.#")
     assert str(Way.named("paced-1-r3", 20).plan).startswith("##.#.o.o.#")
     assert str(Way.named("resume-9", 20).plan) == "##......." + "#" * 11
+    assert Way.named("policy-c5", 20) == Way(None, None, cache=0.05)
+    alone = Way.named("alone-c10", 20)
+    assert alone.plan.forwards == 20 and alone.cache == 0.1
     for bad in ("paced-1-rx", "paced-1-r0", "paced-1-s0", "paced-1-s101", "slow"):
         with pytest.raises(ValueError):
             Way.named(bad, 20)
@@ -41,10 +44,11 @@ def test_a_region_of_a_wanted_size(computed):
 
 def test_quality_writes_rows_and_a_plan_that_speed_runs(tmp_path, capsys):
     out = tmp_path / "quality"
-    assert main([*QUALITY, "--out", str(out), "--plan", "policy", "paced-1", "--json"]) == 0
+    assert main([*QUALITY, "--out", str(out), "--plan", "policy", "paced-1", "paced-1-c50", "alone-c50", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     lines = {line["plan"]: line for line in told["table"]}
-    assert set(lines) == {"dense", "policy", "paced-1"} and lines["paced-1"]["hits"] == 2
+    assert set(lines) == {"dense", "policy", "paced-1", "paced-1-c50", "alone-c50"} and lines["paced-1"]["hits"] == 2
+    assert lines["paced-1-c50"]["cost"] < min(lines["paced-1"]["cost"], lines["alone-c50"]["cost"])
     assert lines["paced-1"]["cost"] < lines["dense"]["cost"] == 6
     assert len(lines["paced-1"]["hits_less_dense"]) == 3
     before = (out / "rows.jsonl").read_text()
