@@ -1,8 +1,10 @@
 """Predictions as an entry keeps them: the first level as it is, every further one as what has changed since.
 
 Neighbouring levels differ by little, so changes are whole numbers of a fixed step, mostly -1, 0 and 1, and a Huffman
-code makes about 2 bits a value of them where 16 were. The changes are told from what a reader will have, so errors do
-not add up: every value comes back within half a step. A step of 0.02 deviations was seen to cost hits about 1 dB (17 to
+code makes about 2 bits a value of them where 16 were. The changes are told from what was written before, so errors do
+not add up: every value is written within half a step. Where its course then bends by one step at most, it is the
+rounding that bends it, and a reader takes the mean over three levels, with weights 1, 2 and 1; that moves a value by a
+quarter of a step and halves the noise of what is extrapolated from several levels. A step of 0.02 deviations was seen to cost hits about 1 dB (17 to
 19 of 50 steps computed, 50 to 66 dB) and up to 3 dB where hardly anything is to be lost (28 of 50 computed, 80 dB).
 """
 
@@ -62,11 +64,15 @@ def unpack(packed: Mapping[str, torch.Tensor]) -> torch.Tensor:
     if len(data) != size:
         raise ValueError(f"the changes of {len(widths)} levels have {len(data)} bytes instead of {size}")
     out, now, place = torch.empty(len(widths) + 1, *first.shape, dtype=first.dtype), first.float(), 0
-    out[0] = first
+    out[0], before = first, None
     for i, width in enumerate(widths, start=1):
-        change = np.frombuffer(data, WIDTHS[width][0], first.numel(), place).astype(np.float32)
-        now = now + torch.from_numpy(change).reshape(first.shape) * step
-        out[i], place = now, place + width * first.numel()
+        numbers = np.frombuffer(data, WIDTHS[width][0], first.numel(), place).astype(np.float32)
+        change = torch.from_numpy(numbers).reshape(first.shape)
+        if before is not None:
+            bend = change - before
+            out[i - 1] = now + bend.where(bend.abs() <= 1, 0) * (step / 4)
+        now = now + change * step
+        out[i], place, before = now, place + width * first.numel(), change
     return out
 
 

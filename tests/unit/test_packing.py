@@ -28,7 +28,7 @@ def course(levels: int, seed: int = 0, size: int = 16) -> torch.Tensor:
     jump=st.sampled_from([0.0, 50.0]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
 )
-def test_every_value_comes_back_within_half_a_step(levels, seed, scale, jump, dtype):
+def test_every_value_comes_back_within_three_quarters_of_a_step(levels, seed, scale, jump, dtype):
     predictions = course(levels, seed, size=3).float() * scale
     predictions[levels // 2 :, 0, 0, 0, 0] += jump * scale  # one change wider than a byte
     predictions = predictions.to(dtype)
@@ -36,7 +36,20 @@ def test_every_value_comes_back_within_half_a_step(levels, seed, scale, jump, dt
     assert found.dtype == dtype and found.shape == predictions.shape and torch.equal(found[0], predictions[0])
     step = STEP * max(float(level.double().std(correction=0)) for level in predictions)
     rounding = torch.finfo(dtype).eps * float(predictions.abs().max())
-    assert float((found.double() - predictions.double()).abs().max()) <= step / 2 + rounding
+    assert float((found.double() - predictions.double()).abs().max()) <= 0.75 * step + rounding
+
+
+def test_a_slow_course_comes_back_finer_than_it_was_written():
+    draw = torch.Generator().manual_seed(0)
+    slope, bend, start = torch.randn(3, 1, 4, 2, 16, 16, generator=draw).unbind(0)
+    along = torch.linspace(0, 1, 40).view(-1, 1, 1, 1, 1)
+    predictions = start + 0.2 * slope * along + 0.1 * bend * along**2
+    found = unpack(pack(predictions))
+    step = STEP * max(float(level.std(correction=0)) for level in predictions)
+    wrong = (found - predictions)[2:-2] / step
+    assert wrong.pow(2).mean().sqrt() < 0.24  # rounding alone leaves 1 / sqrt(12) = 0.29
+    extrapolated = 3 * wrong[2:] - 3 * wrong[1:-1] + wrong[:-2]
+    assert extrapolated.pow(2).mean().sqrt() < 0.8  # and 1.26 here
 
 
 @pytest.mark.parametrize("value", [0.0, 7.0])
