@@ -167,7 +167,7 @@ def plot(lines: Sequence[dict], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     names = dict.fromkeys(line["method"] for line in lines)
     for name in names:
         mine = sorted((ln for ln in lines if ln["method"] == name), key=lambda ln: ln["forwards"])
@@ -184,8 +184,7 @@ def plot(lines: Sequence[dict], path: Path) -> None:
         axis.set_xlabel("steps answered without the model, %")
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
-    axes[0].legend()
-    figure.tight_layout()
+    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)

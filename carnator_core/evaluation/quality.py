@@ -67,6 +67,8 @@ class Way:
             raise ValueError(f"{name!r} is no plan; use alone, policy, even-N, paced-R or resume-K, with -rN, -sP, -cP")
         base, refresh, kept, cache = found.groups()
         threshold = int(cache) / 100 if cache else None
+        if cache and (refresh or kept):
+            raise ValueError(f"{name!r}: regions and sparse attention stand down beside a first-block cache")
         share = int(kept) / 100 if kept else None
         if share is not None and not 0 < share <= 1:
             raise ValueError(f"{name!r}: behind -s stand 1 to 100 percent")

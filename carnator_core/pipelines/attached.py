@@ -166,7 +166,7 @@ class _Drive:
         self.result: torch.Tensor | None = None
         self.step: _Step | None = None
         self.cache = FirstBlockWatch(attached.pipe.transformer)
-        self.sparse = Connectivity(attached.kept) if attached.kept and not self.cache.on else None
+        self.sparse = Connectivity(attached.kept) if attached.kept else None
         self.applied = 0  # sparse attentions of the steps before
 
     # --- the transformer's side ---
@@ -195,9 +195,10 @@ class _Drive:
         grid = backbones.find(pipe.transformer).grid_of(pipe.transformer, tuple(x.shape))
         request = self._request(x)
         taps = Taps(grid, len(request.profile.conditioning))
-        layers = 0 if self.cache.on else len(pipe.transformer.blocks)  # its residuals are of all tokens
-        self.run = Run(request, attached.bank, attached.policy, grid, taps, self.donor, layers=layers)
+        self.run = Run(request, attached.bank, attached.policy, grid, taps, self.donor, layers=self.cache.layers)
         self.stored = self.run.exact()
+        if self.stored is None:
+            self.sparse = self.cache.beside(self.sparse, self.run)
 
     def _request(self, x: torch.Tensor) -> Request:
         pipe, (cond, uncond) = self.attached.pipe, self.prompts
@@ -298,8 +299,6 @@ class _Drive:
     def finish(self) -> RunReport:
         if self.run is None:
             return RunReport(decision="off", reason="passed through: the transformer was never called as expected")
-        if self.attached.kept and self.cache.on:
-            self.run.report.warnings.append("sparse attention stands down beside a first-block cache")
         if self.sparse and self.stored is None:
             self.run.report.scope.density = self.sparse.density
             self.run.report.warnings.append(self.sparse.told(self.run.becomes_donor))

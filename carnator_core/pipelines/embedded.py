@@ -94,13 +94,14 @@ class Generator:
         x, request = lent[:2] if lent else (x, request)
         grid = self.backbone.grid_of(self.model, tuple(x.shape))
         taps = Taps(grid, len(request.profile.conditioning))
-        how = dict(layers=len(self.model.blocks), region=region, refresh=refresh)
+        cache = FirstBlockWatch(self.model)
+        how = dict(layers=cache.layers, region=region, refresh=refresh)
         run = Run(request, self.bank, self.policy, grid, taps, donor, forced, **how)
         run.report.warnings.extend(lent[2:] if lent else ())
         result = run.exact()
         try:
             if result is None:
-                result = self._denoise(run, x, levels.tolist(), on_step, sparse)
+                result = self._denoise(run, x, levels.tolist(), on_step, cache.beside(sparse, run), cache)
         except BaseException as error:
             run.abort(type(error).__name__)
             raise
@@ -108,11 +109,15 @@ class Generator:
         return Clip(prompt, result, codec.decode(result)[0], report, run.evidence)
 
     def _denoise(
-        self, run: Run, x: torch.Tensor, levels: list[float], on_step: Callable | None, sparse: Connectivity | None
+        self,
+        run: Run,
+        x: torch.Tensor,
+        levels: list[float],
+        on_step: Callable | None,
+        sparse: Connectivity | None,
+        cache: FirstBlockWatch,
     ) -> torch.Tensor:
         """Euler, as `mini.sample` does it without reuse."""
-        cache = FirstBlockWatch(self.model)
-        sparse = None if cache.on else sparse
         first = next(self.model.parameters())
         x = x.to(first.device)
         cond, uncond = (text.encode([p]).to(first) for p in (run.request.profile.prompt, ""))

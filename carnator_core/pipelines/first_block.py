@@ -2,7 +2,8 @@
 
 Where a forward's first block changes little, that cache answers for all other blocks with what they added last time.
 It works within a run and reuse between runs, so the computed steps of a hit may go through it. A run in which it
-answered is no truth that others may borrow from.
+answered is no truth that others may borrow from. What it keeps is of all tokens and of full attention, so region steps
+and sparse attention stand down beside it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from diffusers import FirstBlockCacheConfig
 from diffusers.hooks import HookRegistry
 
+from ..attention.connectivity import Connectivity
 from ..reuse.engine import Run
 
 
@@ -33,6 +35,19 @@ class FirstBlockWatch:
         self._costs: list[float] = []
         if self.on:  # what an interrupted run left there is of another clip
             HookRegistry.check_if_exists_or_initialize(transformer).reset_stateful_hooks()
+
+    @property
+    def layers(self) -> int:
+        """How many blocks may go through a token window: all of the transformer's, none beside the cache."""
+        return 0 if self.on else len(self.transformer.blocks)
+
+    def beside(self, sparse: Connectivity | None, run: Run) -> Connectivity | None:
+        """The sparse attention that the run may have: the one asked for, none (with a line in the report) beside the
+        cache."""
+        if sparse is None or not self.on:
+            return sparse
+        run.report.warnings.append("sparse attention stands down beside diffusers' first-block cache")
+        return None
 
     @contextmanager
     def around(self, context: str | None = None) -> Iterator[None]:

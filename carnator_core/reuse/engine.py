@@ -243,6 +243,8 @@ class Run:
                 self._guarded(self._decide)
             if self._stopped and self.report.decision == "joint":
                 self.report.warnings.append(f"reuse ended: {self._stopped}")
+            if self.report.decision == "miss" and any(row.kind == "cached" for row in self.report.steps):
+                self.report.warnings.append(f"this run makes no donor: {self._tainted}")
             self._credit()
             if result is not None and not self._tainted and len(self._kept) == len(self._keep):
                 self._write(result)

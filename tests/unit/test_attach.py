@@ -196,7 +196,7 @@ def test_what_is_not_known_is_passed_through_with_a_reason(parts, tmp_path):
 @pytest.fixture
 def cached(parts):
     """A pipeline whose first-block cache answers often, and never at a threshold of 0."""
-    pipe = pipeline(parts)
+    pipe = pipeline(parts, transformer=transformer(num_layers=6))
 
     def switch(threshold: float | None) -> None:
         if pipe.transformer.is_cache_enabled:
@@ -224,11 +224,27 @@ def test_a_hit_composes_with_a_first_block_cache(cached, tmp_path):
     missed = ask(fast, "a blue cone", seed=4)
     assert fast.report.decision == "miss" and torch.equal(missed, ask(pipe, "a blue cone", seed=4))
     assert "cached" in kinds(fast.report) and fast.report.written is None and len(Bank(tmp_path).ls()) == 1
+    assert any("makes no donor" in w for w in fast.report.warnings)
     ask(fast, "a blue cone")
     both = fast.report
     assert both.decision == "joint" and {"skipped", "cached"} <= set(kinds(both)) and both.forwards < alone.forwards
     assert any("stands down" in w for w in both.warnings)  # the sparse attention that was asked for
     assert torch.equal(ask(pipe, "a blue cone"), plain)  # nothing of ours stays behind in the cache
+
+
+def test_region_steps_stand_down_beside_a_first_block_cache(cached, tmp_path, monkeypatch):
+    pipe, switch = cached
+    fast = attach(pipe, bank=Bank(tmp_path))
+    fast.policy = GENEROUS
+    monkeypatch.setattr(engine, "REFRESH", 3)
+    everything = torch.ones(2, 2, 2, dtype=torch.bool)
+    monkeypatch.setattr(regions, "scope_of", lambda region, grid: Scope(everything, everything, everything.float()))
+    ask(fast, num_inference_steps=20)
+    ask(fast, "a red cube", num_inference_steps=20)
+    assert "region" in kinds(fast.report)
+    switch(0.0)
+    ask(fast, "a red cube", num_inference_steps=20)
+    assert fast.report.decision == "joint" and "region" not in kinds(fast.report)
 
 
 def test_a_first_block_cache_that_never_answers_leaves_a_run_a_donor(cached, tmp_path):

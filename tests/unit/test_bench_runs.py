@@ -25,7 +25,7 @@ def test_plans_by_name():
     assert Way.named("policy-c5", 20) == Way(None, None, cache=0.05)
     alone = Way.named("alone-c10", 20)
     assert alone.plan.forwards == 20 and alone.cache == 0.1
-    for bad in ("paced-1-rx", "paced-1-r0", "paced-1-s0", "paced-1-s101", "slow"):
+    for bad in ("paced-1-rx", "paced-1-r0", "paced-1-s0", "paced-1-s101", "slow", "policy-s90-c5", "even-5-r3-c5"):
         with pytest.raises(ValueError):
             Way.named(bad, 20)
 
