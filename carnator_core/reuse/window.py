@@ -26,7 +26,6 @@ class TokenWindow:
         self.layers = layers
         self.first = max(1, round(BEFORE * layers))
         self.last = layers - 1 - max(1, round(BEHIND * layers))
-        self.tokens = 0  # of the forward that is under way
         # What the window added to every token, by guidance branches or, where a host does not tell them, by the
         # forward's place in its step.
         self._changes: dict[Hashable, torch.Tensor] = {}
@@ -82,7 +81,7 @@ class TokenWindow:
     def _enter(self, hidden: torch.Tensor, branches: Hashable) -> None:
         self._forward = self._count if branches is None else branches
         self._count += 1
-        self._entry, self.tokens = hidden, hidden.shape[1]
+        self._entry = hidden.clone()  # blocks of some hosts add to their input in place
         known = self._changes.get(self._forward)
         self._partial = self._index is not None and known is not None and known.shape == hidden.shape
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...carnator_core.grid import TokenGrid
 from .taps import ApartWatcher, JointWatcher, Watcher
+from .window import Key, Part, part_of_hunyuan, part_of_ltx, part_of_wan
 
 
 @dataclass(frozen=True)
@@ -17,22 +18,26 @@ class Family:
 
     `kinds`: classes of comfy.model_base, by exact name. `settings`: numbers in a conditioning that must be equal, with
     what the host takes where they lack. `prompt`: tensors in a conditioning that speak of the prompt beside its rows.
-    `watcher`: knows how the family lays out its tokens in attention.
-    `windows`: the blocks can go through a `TokenWindow`.
+    `blocks`: the names of all blocks for the host's hook, in the order of the layers. `part`: what of a block's
+    arguments belongs to single tokens. `watcher`: knows how the family lays out its tokens in attention.
     """
 
     name: str
     kinds: tuple[str, ...]
     patch: Callable[[Any], tuple[int, ...]]  # of inner
-    layers: Callable[[Any], int]  # of inner
+    blocks: Callable[[Any], list[Key]]  # of inner
     latent_alone: Callable[[Any], bool]  # whether inner takes nothing but the noisy latent
+    part: Part
     settings: tuple[tuple[str, float], ...] = ()
     prompt: tuple[str, ...] = ()
     watcher: type[Watcher] = ApartWatcher
-    windows: bool = False
 
     def grid(self, inner: Any, latent_shape: tuple[int, ...]) -> TokenGrid:
         return TokenGrid.of_latent(latent_shape, tuple(self.patch(inner)))
+
+
+def _named(kind: str, blocks: Any) -> list[Key]:
+    return [(kind, i) for i in range(len(blocks))]
 
 
 FAMILIES = (
@@ -40,19 +45,20 @@ FAMILIES = (
         "Wan",
         ("WAN21", "WAN22"),
         patch=lambda inner: inner.patch_size,
-        layers=lambda inner: len(inner.blocks),
+        blocks=lambda inner: _named("double_block", inner.blocks),
         # the flag image_to_video says nothing: Wan 2.2 5B, which does both, always has it
         latent_alone=lambda inner: inner.in_dim == inner.out_dim,
-        windows=True,
+        part=part_of_wan,
     ),
     Family(
         "LTX-Video",
         ("LTXV",),
         patch=lambda inner: inner.patchifier.patch_size,
-        layers=lambda inner: len(inner.transformer_blocks),
+        blocks=lambda inner: _named("double_block", inner.transformer_blocks),
         latent_alone=lambda inner: (
             inner.patchify_proj.in_features == inner.out_channels * math.prod(inner.patchifier.patch_size)
         ),
+        part=part_of_ltx,
         settings=(("frame_rate", 25.0),),
         prompt=("attention_mask",),
     ),
@@ -60,8 +66,12 @@ FAMILIES = (
         "HunyuanVideo",
         ("HunyuanVideo",),
         patch=lambda inner: inner.patch_size,
-        layers=lambda inner: len(inner.double_blocks) + len(inner.single_blocks),
+        blocks=lambda inner: [
+            *_named("double_block", inner.double_blocks),
+            *_named("single_block", inner.single_blocks),
+        ],
         latent_alone=lambda inner: inner.in_channels == inner.out_channels,
+        part=part_of_hunyuan,
         settings=(("guidance", 6.0),),
         prompt=("attention_mask", "pooled_output"),
         watcher=JointWatcher,

@@ -80,7 +80,7 @@ def _begin(guider, setup: Setup, noise, latent, sampler, sigmas, mask, seed) -> 
         family, inner = family_of(guider.model_patcher.model), guider.model_patcher.model.diffusion_model
         grid = family.grid(inner, tuple(noise.shape))
         taps = None if off else Taps(grid, len(request.profile.conditioning))
-        layers = family.layers(inner) if family.windows else 0
+        layers = len(family.blocks(inner))
         run = Run(request, bank, policy_named(setup.policy), grid, taps, setup.donor, probe=setup.probe, layers=layers)
         run.report.warnings.extend(lent[2:] if lent else ())
         if of_unknown_noise(request):
@@ -122,7 +122,8 @@ class _Steps:
 
     def __init__(self, run: Run, setup: Setup, model: Any):
         self.run, self.setup, self.family = run, setup, family_of(model)
-        self.layers = self.family.layers(model.diffusion_model)
+        self.blocks = self.family.blocks(model.diffusion_model)
+        self.middle = middle_layer(len(self.blocks))
         chosen = setup.sparse
         self.sparse = Connectivity(chosen.kept, chosen.kernel) if chosen else None
 
@@ -136,9 +137,9 @@ class _Steps:
             sparse = self.sparse if self.sparse and (last or run.may_be_sparse(sigma)) else None
             taps = run.taps if last else None
             if window is not None:
-                given = windowed(given, window)
+                given = windowed(given, window, self.blocks, self.family.part, run.grid.tokens)
             if taps is not None or sparse is not None:
-                given = watched(given, self.family.watcher(run.grid, middle_layer(self.layers), taps, sparse, last))
+                given = watched(given, self.family.watcher(run.grid, self.middle, taps, sparse, last))
             return inner(x, timestep, given, seed)
 
         before = self.sparse.applied if self.sparse else 0

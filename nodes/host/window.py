@@ -2,39 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from ...carnator_core.reuse.window import TokenWindow
 
+Key = tuple[str, int]  # of the host's block hook
+Part = Callable[[dict[str, Any], torch.Tensor, int], dict[str, Any]]
+"""part(args, index, tokens): those of the hook's arguments, "img" apart, that change when of all `tokens` of the video
+only the ones in `index` are computed."""
 
-def windowed(options: dict, window: TokenWindow) -> dict:
+
+def windowed(options: dict, window: TokenWindow, blocks: Sequence[Key], part: Part, tokens: int) -> dict:
     """A copy of `model_options` for one prediction; the given options stay as they are."""
     from comfy.model_patcher import create_model_options_clone
 
     options = create_model_options_clone(options)
     inner = options["transformer_options"]
     inner["patches_replace"] = {**inner.get("patches_replace", {})}
-    blocks = {("double_block", i): _through(window, i) for i in range(window.first, window.last + 1)}
-    inner["patches_replace"]["dit"] = {**inner["patches_replace"].get("dit", {}), **blocks}
+    inside = {blocks[i]: _through(window, i, blocks[i], part, tokens) for i in range(window.first, window.last + 1)}
+    inner["patches_replace"]["dit"] = {**inner["patches_replace"].get("dit", {}), **inside}
     return options
 
 
-def _through(window: TokenWindow, layer: int) -> Callable[[dict, dict], dict]:
+def _through(window: TokenWindow, layer: int, key: Key, part: Part, tokens: int) -> Callable[[dict, dict], dict]:
+    kind, _ = key
+
     def replacement(args: dict, extra: dict) -> dict:
         branches = tuple(args["transformer_options"].get("cond_or_uncond", ()))
+        # A single block has the text behind the video's tokens in one tensor; positions are told of all of them.
+        behind = args["pe"].shape[2] - tokens if kind == "single_block" else 0
+        video, text = args["img"].tensor_split((args["img"].shape[1] - behind,), dim=1)
+        out: dict[str, Any] = {}
 
         def run(hidden: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-            given = {**args, "img": hidden}
-            if index is not None:
-                given["pe"] = args["pe"][:, index]
-                given["vec"] = _times(args["vec"], window.tokens, index)
-            return extra["original_block"](given)["img"]
+            changed = {} if index is None else part(args, index, tokens)
+            given = torch.cat((hidden, text), dim=1) if behind else hidden
+            out.update(extra["original_block"]({**args, **changed, "img": given}))
+            return out["img"][:, : hidden.shape[1]]
 
-        return {"img": window.block(layer, args["img"], run, branches)}
+        hidden = window.block(layer, video, run, branches)
+        if behind:
+            hidden = torch.cat((hidden, out["img"][:, -behind:]), dim=1)
+        return {**out, "img": hidden}
 
     return replacement
+
+
+def part_of_wan(args: dict, index: torch.Tensor, tokens: int) -> dict:
+    return {"pe": args["pe"][:, index], "vec": _times(args["vec"], tokens, index)}
+
+
+def part_of_ltx(args: dict, index: torch.Tensor, tokens: int) -> dict:
+    """Positions are (cosines, sines), each (..., tokens, d), and in later versions how to apply them."""
+    positions = tuple(p[..., index, :] if torch.is_tensor(p) else p for p in args["pe"])
+    vec = args["vec"]
+    return {"pe": positions, "vec": vec if vec.shape[1] == 1 else vec[:, index]}
+
+
+def part_of_hunyuan(args: dict, index: torch.Tensor, tokens: int) -> dict:
+    """Positions (b, 1, s, ...) and the mask (b, 1, s) are of the video's tokens and of the text behind them."""
+    positions, mask = args["pe"], args["attention_mask"]
+    seen = torch.cat((index, torch.arange(tokens, positions.shape[2], device=index.device)))
+    return {"pe": positions[:, :, seen], "attention_mask": None if mask is None else mask[..., seen]}
 
 
 def _times(vec: torch.Tensor, tokens: int, index: torch.Tensor) -> torch.Tensor:

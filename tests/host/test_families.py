@@ -112,6 +112,32 @@ def test_cold_equals_the_host_then_exact_then_joint(host, kind, family, cache, s
     assert (joint["samples"] - own["samples"]).pow(2).mean() < 0.5 * far
 
 
+def test_region_steps_of_every_token_give_the_clip_of_full_steps(host, kind, family, cache, monkeypatch):
+    """Half of the tokens give another clip at less cost, and the unchanged half stays near to it."""
+    regions, scope = (host.module(f"carnator_core.reuse.{name}") for name in ("region", "scope"))
+    monkeypatch.setattr(host.module("carnator_core.reuse.engine"), "REFRESH", 3)
+    fast = reusing(host, family, cache)
+    sampled(host, kind, fast)
+
+    def joint(chosen: torch.Tensor | None) -> tuple[torch.Tensor, dict]:
+        made = None if chosen is None else scope.Scope(chosen, chosen, chosen.float())
+        monkeypatch.setattr(regions, "scope_of", lambda region, grid: made)
+        out = sampled(host, kind, fast, OTHER)
+        return out["samples"], report(host, fast, out)
+
+    everything = torch.ones(TOKENS[kind], dtype=torch.bool)
+    full, told = joint(None)
+    whole, told_whole = joint(everything)
+    assert told["decision"] == told_whole["decision"] == "joint" and told_whole["scope"]["active"] == 1
+    assert "region" in {row["kind"] for row in told_whole["steps"]}
+    assert (whole - full).abs().max() < 1e-3 * full.abs().max()
+    half = everything.clone()
+    half[..., half.shape[-1] // 2 :] = False
+    partly, told_half = joint(half)
+    assert told_half["forwards"] < told["forwards"]
+    assert 0 < (partly - full).pow(2).mean() < 0.05 * full.var()
+
+
 def test_the_signature_has_every_part(host, kind, family, cache):
     fast = reusing(host, family, cache)
     told = report(host, fast, sampled(host, kind, fast))

@@ -102,15 +102,18 @@ def test_without_a_full_step_before_all_tokens_are_computed(model):
     assert not window.was_partial
 
 
-def test_tokens_that_are_not_chosen_take_over_the_last_full_steps_change():
+@pytest.mark.parametrize("add", [torch.add, torch.Tensor.add_], ids=["anew", "in place"])
+def test_tokens_that_are_not_chosen_take_over_the_last_full_steps_change(add):
+    """Whatever a host's blocks do with their input."""
     window, layers = TokenWindow(10), 10
     hidden = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
     chosen = torch.tensor([4, 1])
 
     def through(hidden, index, scale):
         window.begin(index)
+        hidden = hidden.clone()
         for layer in range(layers):
-            hidden = window.block(layer, hidden, lambda h, _, s=scale: h + s)
+            hidden = window.block(layer, hidden, lambda h, _, s=scale: add(h, s))
         return hidden
 
     through(hidden, None, 1.0)
