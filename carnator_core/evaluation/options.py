@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ..mini import few_step
 from ..mini import model as mini
 from ..mini.evaluate import GRIDS
 from ..mini.precision import add_precision_option, multiplying_in
@@ -34,8 +35,9 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
 
 
 def load_model(options: argparse.Namespace) -> torch.nn.Module:
-    """The embedded model that --weights and --dtype name."""
-    return multiplying_in(mini.load(options.weights), options.dtype)
+    """The embedded model that --weights and --dtype name, or its few-step companion."""
+    few = getattr(options, "few_step", False)
+    return multiplying_in(few_step.load(options.weights) if few else mini.load(options.weights), options.dtype)
 
 
 def check(options: argparse.Namespace) -> None:

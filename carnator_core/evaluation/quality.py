@@ -32,7 +32,7 @@ from ..attention.connectivity import Connectivity
 from ..attention.kernels import PORTABLE
 from ..bank import Bank
 from ..gate.policy import DEFAULT, POLICIES
-from ..mini import sample, world
+from ..mini import few_step, sample, world
 from ..mini.evaluate import GRIDS
 from ..pipelines import Generator
 from ..reuse.engine import REFRESH
@@ -217,6 +217,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     add_case_options(parser)
     parser.add_argument("--plan", nargs="+", default=[POLICY], help="alone, policy, even-N, ...; -rN, -sP, -cP")
     parser.add_argument("--policy", choices=POLICIES, default=DEFAULT)
+    parser.add_argument("--few-step", action="store_true", help="the few-step companion, whatever --steps says")
     parser.set_defaults(run=command)
     return parser
 
@@ -225,16 +226,20 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 def command(options: argparse.Namespace) -> int:
     """Returns the exit code; ValueError for a bad plan."""
     check(options)
+    if options.few_step:
+        options.steps = few_step.STEPS
     ways = {name: Way.named(name, options.steps) for name in options.plan}
-    claim(options, ("kind", "grid", "steps", "policy", "split", "seed", "dtype"))
+    asked = ("kind", "grid", "steps", "policy", "split", "seed", "dtype", "few_step")
+    claim(options, asked)
     wanted = pairs(options.split, options.kind, options.pairs, options.seed)
     with tempfile.TemporaryDirectory() as folder, Bank(folder) as bank:
-        make = Generator(bank, options.policy, model=load_model(options))
+        model, guidance = load_model(options), few_step.GUIDANCE if options.few_step else None
+        make = Generator(bank, options.policy, guidance=guidance, model=model)
         rows = run(make, wanted, GRIDS[options.grid], options.steps, ways, options.out / "rows.jsonl")
     dense = {row["seed"]: row for row in rows if row["plan"] == DENSE}
     groups = {name: [row for row in rows if row["plan"] == name] for name in (DENSE, *ways)}
     lines = [line_of(name, mine, dense, options.steps) for name, mine in groups.items()]
-    told = {n: getattr(options, n) for n in ("pairs", "kind", "grid", "steps", "policy", "split", "seed", "dtype")}
+    told = {name: getattr(options, name) for name in ("pairs", *asked)}
     result = {**told, "table": lines}
     (options.out / "table.json").write_text(json.dumps(result, indent=1))
     found = {name: typical(groups[name], dense, way.kept) for name, way in ways.items()}
