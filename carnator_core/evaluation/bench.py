@@ -24,7 +24,7 @@ from ..mini import codec, sample, world
 from ..mini.evaluate import GRIDS, guesses
 from ..mini.judge import Measures, measure, verdict_on
 from ..reuse.plan import Plan, even_plan, paced_plan, resume_plan
-from .methods import METHODS, Case
+from .methods import ABLATIONS, METHODS, Case
 from .metrics import interval, psnr_each, rounded
 from .options import add_case_options, add_pair_options, check, load_model
 from .traces import Pair, pairs
@@ -81,7 +81,7 @@ def measure_batch(model, part: Sequence[Pair], size: int, plans: dict[str, Plan]
         for name in methods:
             if name == "dense" and plan_name != next(iter(plans)):
                 continue
-            found = truth if name == "dense" else METHODS[name](case.with_plan(plan))
+            found = truth if name == "dense" else (METHODS | ABLATIONS)[name](case.with_plan(plan))
             for i, (pair, close) in enumerate(zip(part, psnr_each(found, truth, PEAK), strict=True)):
                 row = {"seed": pair.seed, "changed": pair.changed, "plan": plan_name, "method": name, "psnr": close}
                 row["agreement"] = round(float(agrees[i]), 4)
@@ -200,7 +200,7 @@ def _arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add_pair_options(parser, pairs=200, grid="small")
     add_case_options(parser)
     parser.add_argument("--plan", nargs="+", default=["even-14"], help="even-N, paced-R or resume-K")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS | ABLATIONS, default=list(METHODS))
     parser.add_argument("--out", type=Path, help="folder for rows.jsonl (resumed when it exists) and table.json")
     parser.add_argument("--plot", type=Path, help="write a picture of the curves")
     parser.set_defaults(run=command)

@@ -7,6 +7,8 @@ own-forecast    the plan, skipped steps answered by a linear forecast of the tar
 own-corrected   the same with our correction of past answers (`reuse.correction`), so that only the donor is missing
 nirvana         the donor's noisy latent taken over at the step that leaves as many forwards (arXiv 2312.04429)
 carnator        the plan, skipped steps answered with the donor (`reuse.answer.DonorAnswer`) and corrected
+trust-none      the same with U = 0: the donor only tells how courses go on
+trust-all       the same with U = 1: the donor's course is followed everywhere
 """
 
 from __future__ import annotations
@@ -95,9 +97,33 @@ def nirvana(case: Case) -> torch.Tensor:
     return walk(case.wanted, case.donor_noisy[start], dense_plan(case.plan.sigmas), FrozenAnswer(), start=start)
 
 
+class _EvenTrust(DonorAnswer):
+    """The same trust everywhere."""
+
+    def __init__(self, donor: Trajectory, grid: TokenGrid, trust: float):
+        super().__init__(donor, grid)
+        self.trust = trust
+
+    def observe(self, sigma: float, x0: torch.Tensor) -> None:
+        super().observe(sigma, x0)
+        self._trust = torch.full_like(self._trust, self.trust)
+
+
+def _lent(case: Case, answer: Callable[[Trajectory, TokenGrid], DonorAnswer]) -> torch.Tensor:
+    donor = answer(Trajectory(case.plan.sigmas, case.donor_x0), case.grid)
+    return walk(case.wanted, case.noise, case.plan, CorrectedAnswer(donor, case.plan))
+
+
 def carnator(case: Case) -> torch.Tensor:
-    donor = Trajectory(case.plan.sigmas, case.donor_x0)
-    return walk(case.wanted, case.noise, case.plan, CorrectedAnswer(DonorAnswer(donor, case.grid), case.plan))
+    return _lent(case, DonorAnswer)
+
+
+def trust_none(case: Case) -> torch.Tensor:
+    return _lent(case, lambda donor, grid: _EvenTrust(donor, grid, 0.0))
+
+
+def trust_all(case: Case) -> torch.Tensor:
+    return _lent(case, lambda donor, grid: _EvenTrust(donor, grid, 1.0))
 
 
 METHODS: dict[str, Callable[[Case], torch.Tensor]] = {
@@ -109,3 +135,4 @@ METHODS: dict[str, Callable[[Case], torch.Tensor]] = {
     "nirvana": nirvana,
     "carnator": carnator,
 }
+ABLATIONS: dict[str, Callable[[Case], torch.Tensor]] = {"trust-none": trust_none, "trust-all": trust_all}

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from carnator_core.bank import Bank
 from carnator_core.evaluation import bench, traces
-from carnator_core.evaluation.methods import METHODS, Case
+from carnator_core.evaluation.methods import ABLATIONS, METHODS, Case
 from carnator_core.evaluation.metrics import PSNR_CEILING, interval, psnr_each
 from carnator_core.gate.policy import Policy
 from carnator_core.mini import model as mini
 from carnator_core.mini import sample
 from carnator_core.mini.seeds import RANGES
 from carnator_core.pipelines import Generator
-from carnator_core.reuse.plan import paced_plan
+from carnator_core.reuse.plan import paced_plan, resume_plan
 
 STEPS = 8
 
@@ -95,6 +96,16 @@ def test_a_bad_plan_ends_with_a_clear_message(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         bench.main(options(tmp_path, "--plan", "resume-99"))
     assert ended.value.code == 2 and "resume-K" in capsys.readouterr().err
+
+
+def test_a_donor_followed_everywhere_gives_its_own_clip_and_one_that_is_not_trusted_does_not():
+    """Of the very same request, so that its course is the truth."""
+    asked = traces.pairs("fit", "one-word", 1, seed=4)[0]
+    pair = replace(asked, donor=asked.target, prompt=asked.donor_prompt)
+    case = Case.of(mini.load(), [pair], 32, resume_plan(sample.sigmas(STEPS)[:-1].tolist(), 6))
+    truth, _ = case.truth()
+    near = {name: psnr_each(method(case), truth, bench.PEAK)[0] for name, method in ABLATIONS.items()}
+    assert near["trust-all"] > near["trust-none"] + 10
 
 
 def test_a_case_keeps_its_pairs_apart():
