@@ -103,15 +103,25 @@ def standing_in(attentions: Sequence[Any], kind: type[StandIn], attend: Attend) 
 Part = Callable[[dict[str, Any], torch.Tensor], dict[str, Any]]
 
 
+def through(window: TokenWindow, below: Attend | None) -> Attend:
+    """Attention through a window, over another's attention or the model's own."""
+
+    def attend(layer, dense, q, k, v, text=None):
+        inner = dense if below is None else partial(below, layer, dense, text=text)
+        return window.attend(inner, q, k, v, text)
+
+    return attend
+
+
 @contextmanager
 def through_window(blocks: Sequence[torch.nn.Module], window: TokenWindow, part: Part) -> Iterator[None]:
-    """Within the block, these transformer blocks go through `window`, in this order.
+    """Within the block, these transformer blocks go through `window`, in this order; not yet their attention.
 
     `part(given, index)` gives those of a block's arguments that change when only the tokens in `index` are computed,
     `hidden_states` apart. A block may return its text stream beside the hidden states; that is computed in full.
     """
 
-    def through(layer: int, own: Callable) -> Callable:
+    def wrapped(layer: int, own: Callable) -> Callable:
         signature = inspect.signature(own)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -135,7 +145,7 @@ def through_window(blocks: Sequence[torch.nn.Module], window: TokenWindow, part:
     before = [block.__dict__.get("forward") for block in blocks]
     try:
         for layer, block in enumerate(blocks):
-            block.forward = through(layer, block.forward)
+            block.forward = wrapped(layer, block.forward)
         yield
     finally:
         for block, forward in zip(blocks, before, strict=True):

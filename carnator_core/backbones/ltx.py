@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from ..grid import TokenGrid
 from ..reuse.window import TokenWindow
-from .common import Attend, ImageRotary, of_tokens, standing_in, through_window
+from .common import Attend, ImageRotary, of_tokens, standing_in, through, through_window
 
 NAME = "ltx"
 PIPELINES: tuple[str, ...] = ()
@@ -51,6 +52,10 @@ def _part(given: dict[str, Any], index: torch.Tensor) -> dict[str, Any]:
     return {"image_rotary_emb": rotary, "temb": of_tokens(given["temb"], index)}
 
 
-def windowed(transformer: torch.nn.Module, window: TokenWindow) -> AbstractContextManager[None]:
-    """Within the block, every transformer block goes through `window`."""
-    return through_window(blocks_of(transformer), window, _part)
+@contextmanager
+def windowed(transformer: torch.nn.Module, window: TokenWindow, below: Attend | None = None) -> Iterator[None]:
+    """Within the block, every transformer block goes through `window`, and its attention too, over `below` or the
+    model's own."""
+    blocks = through_window(blocks_of(transformer), window, _part)
+    with blocks, attending(transformer, through(window, below)):
+        yield

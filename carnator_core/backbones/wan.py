@@ -14,7 +14,7 @@ import torch
 from ..grid import TokenGrid
 from ..reuse.window import TokenWindow
 from ..signature.taps import Taps, middle_layer
-from .common import Attend, StandIn, of_tokens, standing_in, through_window
+from .common import Attend, StandIn, of_tokens, standing_in, through, through_window
 
 NAME = "wan"
 PIPELINES = ("WanPipeline",)  # classes of diffusers that `pipelines.attach` drives
@@ -43,8 +43,8 @@ def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 def _rotated(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Wan's rotary position on (..., s, d); cosines and sines (1, s, 1, d), pairs side by side."""
-    cos, sin = (r[0, :, 0, :].float() for r in rotary)
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = (r[0, :, 0, :] for r in rotary)
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., 0::2], sin[..., 1::2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
 
@@ -93,8 +93,10 @@ class _SelfAttention(StandIn):
         if any(given.get(name) is not None for name in ("encoder_hidden_states", "attention_mask")) or rotary is None:
             return None
         q, k = attention.norm_q(attention.to_q(hidden)), attention.norm_k(attention.to_k(hidden))
-        q, k, v = (x.unflatten(2, (attention.heads, -1)).transpose(1, 2) for x in (q, k, attention.to_v(hidden)))
-        return _rotated(q, rotary), _rotated(k, rotary), v
+        q, k, v = (x.unflatten(2, (attention.heads, -1)) for x in (q, k, attention.to_v(hidden)))
+        # rotated before heads and tokens change places, as in the model: kernels tell layouts apart, to the last bit
+        q, k = (_rotated(x.transpose(1, 2), rotary).transpose(1, 2).contiguous() for x in (q, k))
+        return tuple(x.transpose(1, 2) for x in (q, k, v))
 
 
 def attending(transformer: torch.nn.Module, attend: Attend) -> AbstractContextManager[None]:
@@ -107,6 +109,10 @@ def _part(given: dict[str, Any], index: torch.Tensor) -> dict[str, Any]:
     return {"rotary_emb": rotary, "temb": of_tokens(time, index) if time.ndim == 4 else time}  # Wan 2.2 5B
 
 
-def windowed(transformer: torch.nn.Module, window: TokenWindow) -> AbstractContextManager[None]:
-    """Within the block, every transformer block goes through `window`."""
-    return through_window(blocks_of(transformer), window, _part)
+@contextmanager
+def windowed(transformer: torch.nn.Module, window: TokenWindow, below: Attend | None = None) -> Iterator[None]:
+    """Within the block, every transformer block goes through `window`, and its attention too, over `below` or the
+    model's own."""
+    blocks = through_window(blocks_of(transformer), window, _part)
+    with blocks, attending(transformer, through(window, below)):
+        yield

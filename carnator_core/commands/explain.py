@@ -12,7 +12,7 @@ from ..gate.decide import schedules_differ
 from ..mini import sample
 from ..pipelines import Generator
 from ..request import Request, same_noise
-from ..reuse.plan import even_plan
+from ..reuse.plan import plan_of
 from ..schedule import probe_steps
 
 
@@ -21,7 +21,7 @@ def explain(generator: Generator, prompt: str, seed: int, size: int, steps: int)
     noise, levels = sample.noise([seed], size), sample.sigmas(steps)
     request = generator.request(prompt, seed, noise, levels)
     bank, policy = generator.bank, generator.policy
-    plan = even_plan(levels[:-1].tolist(), policy.computed(steps, probe_steps(steps)))
+    plan = plan_of(policy, levels[:-1].tolist(), probe_steps(steps))
     lenders = bank.recall(request, CANDIDATES, only_same_noise=True) or bank.recall(request, CANDIDATES)
     donors = [_donor(request, info) for info in lenders]
     return {
@@ -37,6 +37,7 @@ def explain(generator: Generator, prompt: str, seed: int, size: int, steps: int)
         "policy": asdict(policy),
         "plan": str(plan),
         "forwards": plan.forwards,
+        "regions": len(plan.region),
         "warnings": list(bank.warnings),
     }
 
@@ -66,9 +67,11 @@ def print_explanation(found: dict[str, Any]) -> None:
     print(
         f"policy    {policy['name']}: accepts a risk up to {policy['threshold']:.2f}; the risk is known after the probe"
     )
-    if found["forwards"] < steps:
+    full, regions = found["forwards"] - found["regions"], found["regions"]
+    if full < steps:
+        within = f", {regions} in the changed region (o)" if regions else ""
         print(f"plan      {found['plan']}")
-        print(f"          of a joint hit: {found['forwards']} of {steps} steps computed (#), the others answered (.);")
+        print(f"          of a joint hit: {full} of {steps} steps computed (#){within}, the others answered (.);")
         print(
             f"          where answers are off by more than {policy['tolerance']:.0%} more is computed, after a miss all"
         )

@@ -3,10 +3,11 @@
 python -m carnator_core bench quality --out DIR [--pairs 64] [--grid large] [--plan policy even-14 even-14-r3] [--json]
 
 Every pair: the donor's run fills an empty bank, the target's own dense run is the truth, then the target runs once a
-plan. "policy" is the plan that the gate chooses; other names (see `bench reuse`) are forced whatever the risk, and
-"alone" borrows nothing. -rN behind one lets every N-th computed step between skipped ones be full while the others
-compute a region, -sP makes attention sparse in the full ones, P percent of its mass kept (always, as it is quality that
-is asked for), and -cP lets diffusers' first-block cache take part, with a threshold of P percent.
+plan. "policy" is the plan that the gate chooses; other names (see `bench reuse`) are forced whatever the risk, "alone"
+borrows nothing, and letters d, r, s, one a step, draw a plan of full, region and skipped steps. -rN behind one lets
+every N-th computed step between skipped ones be full while the others compute a region, -sP makes attention sparse in
+the full ones, P percent of its mass kept (always, as it is quality that is asked for), and -cP lets diffusers'
+first-block cache take part, with a threshold of P percent.
 
 DIR/rows.jsonl keeps one line a pair and plan (an interrupted run goes on there), DIR/table.json the table, and
 DIR/plan.json the typical plan of each name: that of the pair with the median cost.
@@ -36,7 +37,7 @@ from ..mini import few_step, sample, world
 from ..mini.evaluate import GRIDS
 from ..pipelines import Generator
 from ..reuse.engine import REFRESH
-from ..reuse.plan import Plan, dense_plan
+from ..reuse.plan import Plan, dense_plan, drawn_plan
 from .bench import PEAK, claim, plan_named, read_clip, share_right
 from .metrics import interval, psnr_each, rounded
 from .options import add_case_options, add_pair_options, check, load_model
@@ -46,7 +47,7 @@ POLICY, ALONE = "policy", "alone"
 DENSE = "dense"
 
 
-NAME = re.compile(r"(alone|policy|(?:paced|even|resume)-\d+)(?:-r(\d+))?(?:-s(\d+))?(?:-c(\d+))?")
+NAME = re.compile(r"(alone|policy|[drs]+|(?:paced|even|resume)-\d+)(?:-r(\d+))?(?:-s(\d+))?(?:-c(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class Way:
         """ValueError for an unknown name."""
         found = NAME.fullmatch(name)
         if found is None:
-            raise ValueError(f"{name!r} is no plan; use alone, policy, even-N, paced-R or resume-K, with -rN, -sP, -cP")
+            known = "alone, policy, even-N, paced-R, resume-K or a letter d, r, s for each step"
+            raise ValueError(f"{name!r} is no plan; use {known}, with -rN, -sP, -cP")
         base, refresh, kept, cache = found.groups()
         threshold = int(cache) / 100 if cache else None
         if cache and (refresh or kept):
@@ -74,10 +76,13 @@ class Way:
             raise ValueError(f"{name!r}: behind -s stand 1 to 100 percent")
         if refresh == "0":
             raise ValueError(f"{name!r}: every how many computed steps is one full? at least 1")
+        levels = sample.sigmas(steps)[:-1].tolist()
         if base == POLICY:
             return cls(None, share, int(refresh or REFRESH), threshold)
         if base == ALONE:
-            return cls(dense_plan(sample.sigmas(steps)[:-1].tolist()), share, cache=threshold)
+            return cls(dense_plan(levels), share, cache=threshold)
+        if not set(base) - set("drs"):
+            return cls(drawn_plan(levels, base), share, cache=threshold)
         return cls(plan_named(base, steps).regional(int(refresh or 1)), share, cache=threshold)
 
     @contextmanager
@@ -117,7 +122,7 @@ def measure_pair(make: Generator, pair: Pair, size: int, steps: int, ways: dict[
             | {"risk": report.risk, "cost": report.forwards}
             | {"answer_error": report.answer_error}
             | {"psnr": psnr_each(clip.latent, truth, PEAK)[0]}
-            | {"scope": [report.scope.evidence, report.scope.active, report.scope.context, report.scope.density]}
+            | {"scope": [report.scope.evidence, report.scope.active, report.scope.density]}
             | {"steps": [[row.sigma, row.kind, row.cost] for row in report.steps]}
             | read_clip(clip.latent, pair.target)
         )
@@ -166,8 +171,7 @@ def line_of(name: str, mine: Sequence[dict], dense: dict[int, dict], steps: int)
         "psnr": rounded(interval([row["psnr"] for row in hits]), 2),
         "answer_error": _mean([row.get("answer_error") for row in hits]),
         "active": _mean([row["scope"][1] for row in hits]),
-        "computed": _mean([row["scope"][2] for row in hits]),
-        "density": _mean([row["scope"][3] for row in hits]),
+        "density": _mean([row["scope"][2] for row in hits]),
         "with_region": sum(row["scope"][1] is not None for row in hits),
     }
 
@@ -183,7 +187,7 @@ def typical(mine: Sequence[dict], dense: dict[int, dict], kept: float | None) ->
     if not hits:
         return None
     row = hits[len(hits) // 2]
-    shares = dict(zip(("evidence", "active", "computed", "density"), row["scope"], strict=True))
+    shares = dict(zip(("evidence", "active", "density"), row["scope"], strict=True))
     steps = [{"sigma": s, "kind": kind, "cost": round(cost, 4)} for s, kind, cost in row["steps"]]
     quality = {
         "hits": len(hits),
@@ -217,7 +221,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     add_case_options(parser)
     parser.add_argument("--plan", nargs="+", default=[POLICY], help="alone, policy, even-N, ...; -rN, -sP, -cP")
     parser.add_argument("--policy", choices=POLICIES, default=DEFAULT)
-    parser.add_argument("--few-step", action="store_true", help="the few-step companion, whatever --steps says")
+    few = f"the few-step companion, in so many steps (default: {few_step.STEPS})"
+    parser.add_argument("--few-step", nargs="?", type=int, const=few_step.STEPS, metavar="STEPS", help=few)
     parser.set_defaults(run=command)
     return parser
 
@@ -227,7 +232,7 @@ def command(options: argparse.Namespace) -> int:
     """Returns the exit code; ValueError for a bad plan."""
     check(options)
     if options.few_step:
-        options.steps = few_step.STEPS
+        options.steps = options.few_step
     ways = {name: Way.named(name, options.steps) for name in options.plan}
     asked = ("kind", "grid", "steps", "policy", "split", "seed", "dtype", "few_step")
     claim(options, asked)

@@ -40,7 +40,7 @@ class Timed:
     quality that was measured with it."""
 
     plan: Plan
-    computed: float | None
+    active: float | None
     kept: float | None
     quality: dict[str, float]
 
@@ -50,12 +50,12 @@ def plan_of(path: Path, name: str | None) -> Timed:
     try:
         plans = {key: plan for key, plan in json.loads(path.read_text())["plans"].items() if plan}
         name = name or next(iter(plans))
-        rows, computed, kept, quality = (plans[name][key] for key in ("steps", "computed", "kept", "quality"))
+        rows, active, kept, quality = (plans[name][key] for key in ("steps", "active", "kept", "quality"))
         kinds = [row["kind"] for row in rows]
     except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
         raise ValueError(f"{path} holds no plan {name or ''}: {error!r}; write one with `bench quality`") from error
     chosen = {kind: frozenset(i for i, k in enumerate(kinds) if k == kind) for kind in ("skipped", "region")}
-    return Timed(Plan(tuple(sample.sigmas(len(kinds))[:-1].tolist()), **chosen), computed, kept, quality)
+    return Timed(Plan(tuple(sample.sigmas(len(kinds))[:-1].tolist()), **chosen), active, kept, quality)
 
 
 def latent_of(tokens: int) -> tuple[int, int, int]:
@@ -64,16 +64,16 @@ def latent_of(tokens: int) -> tuple[int, int, int]:
     return world.FRAMES, side, side
 
 
-def region_of(grid: TokenGrid, computed: float) -> torch.Tensor:
-    """A square region, the same in every frame, whose scope computes about this share of the tokens."""
+def region_of(grid: TokenGrid, active: float) -> torch.Tensor:
+    """A square region, the same in every frame, whose scope holds about this share of the tokens."""
     best = None
     for side in range(1, grid.h + 1):
         region = torch.zeros(grid.t, grid.h, grid.w, dtype=torch.bool)
         start = (grid.h - side) // 2
         region[:, start : start + side, start : start + side] = True
         scope = scope_of(region, grid)
-        if scope is not None and (best is None or abs(scope.computed_share - computed) < best[0]):
-            best = abs(scope.computed_share - computed), region
+        if scope is not None and (best is None or abs(scope.active_share - active) < best[0]):
+            best = abs(scope.active_share - active), region
     if best is None:
         raise ValueError(f"no region fits a grid of {grid.h} rows")
     return best[1]
@@ -108,7 +108,7 @@ def measure(model: torch.nn.Module, wanted: Timed, tokens: int, repeats: int) ->
     plan = wanted.plan
     latent = latent_of(tokens)
     grid = TokenGrid.of_latent(latent)
-    region = region_of(grid, wanted.computed) if plan.region else None
+    region = region_of(grid, wanted.active) if plan.region else None
     steps = len(plan.sigmas)
     prompt, other = world.caption(TARGET), world.caption(TARGET.changed(colour="yellow"))
     with tempfile.TemporaryDirectory() as folder, Bank(folder) as bank:
@@ -150,7 +150,7 @@ def measure(model: torch.nn.Module, wanted: Timed, tokens: int, repeats: int) ->
         "faithfulness_dense": wanted.quality["faithfulness_dense"],
         "hits": wanted.quality["hits"],
         "cost": round(last.report.forwards, 2),
-        "computed": last.report.scope.context,
+        "active": last.report.scope.active,
         "density": last.report.scope.density,
         "notes": last.report.warnings,
     }
@@ -158,7 +158,7 @@ def measure(model: torch.nn.Module, wanted: Timed, tokens: int, repeats: int) ->
 
 def _skips_of(wanted: Timed) -> Timed:
     """The same plan without regions and sparse attention."""
-    return replace(wanted, plan=replace(wanted.plan, region=frozenset()), computed=None, kept=None)
+    return replace(wanted, plan=replace(wanted.plan, region=frozenset()), active=None, kept=None)
 
 
 def _reused(

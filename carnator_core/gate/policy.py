@@ -16,13 +16,15 @@ class Policy:
     `threshold`: the largest accepted risk, on the gate's scale of [0, 1]. `depth`: steps skipped for each computed one
     on a schedule of 50; shorter ones skip as much of their way. `tolerance`: the largest error of the answers, as the
     run itself measures it (`RunReport.answer_error`), at which it goes on skipping as planned; beyond it more is
-    computed.
+    computed. `regions`: on a schedule of few steps, how many compute a region in a row before one is skipped; 0 for
+    full steps alone.
     """
 
     name: str
     threshold: float
     depth: float
     tolerance: float
+    regions: int = 0
 
     def computed(self, steps: int, probe: int) -> int:
         """How many of the steps between probe and dense finish a hit computes, if its answers keep the tolerance."""
@@ -38,8 +40,8 @@ POLICIES = {
     policy.name: policy
     for policy in (
         Policy("safe", 0.2, 2, 0.05),
-        Policy("balanced", 0.35, 3, 0.08),
-        Policy("fast", 0.6, 4, 0.12),
+        Policy("balanced", 0.35, 3, 0.08, 2),
+        Policy("fast", 0.6, 4, 0.12, 1),
     )
 }
 DEFAULT = "balanced"

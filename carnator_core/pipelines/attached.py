@@ -184,7 +184,7 @@ class _Drive:
             self._open_step(x, kwargs["timestep"])
         if self.step.answered is not None:
             return (self.step.answered,)
-        with self._tapped(), self._windowed(), self._sparse(), self.cache.around():
+        with self._tapped(), self._stood_in(), self.cache.around():
             out = self.forward(**kwargs)
         velocity = self._blended(out[0])
         self.step.branches.append(velocity)
@@ -235,21 +235,18 @@ class _Drive:
         transformer = self.attached.pipe.transformer
         return backbones.find(transformer).tapped(transformer, self.run.taps)
 
-    def _windowed(self) -> AbstractContextManager:
-        """The transformer's blocks through the run's window, where it has one at this step."""
-        transformer = self.attached.pipe.transformer
+    def _stood_in(self) -> AbstractContextManager:
+        """The transformer's blocks through the run's window, where it has one at this step, and attention in our hands:
+        its masks are read at the probe's last step and used where the run allows it."""
+        transformer, backbone = self.attached.pipe.transformer, backbones.find(self.attached.pipe.transformer)
         if not self.step.branches:  # once a step: its forwards are told apart by their order
             self.step.window = self.run.window_at(self.step.sigma)
-        window = self.step.window
-        return backbones.find(transformer).windowed(transformer, window) if window else nullcontext()
-
-    def _sparse(self) -> AbstractContextManager:
-        """Attention in our hands: its masks are read at the probe's last step and used where the run allows it."""
-        recording = self.run.probing_last(self.step.sigma)
-        if self.sparse is None or not (recording or self.run.may_be_sparse(self.step.sigma)):
-            return nullcontext()
-        transformer, branch = self.attached.pipe.transformer, len(self.step.branches)  # conditional first
-        return backbones.find(transformer).attending(transformer, self.sparse.stand_in((branch,), recording))
+        recording, attend = self.run.probing_last(self.step.sigma), None
+        if self.sparse is not None and (recording or self.run.may_be_sparse(self.step.sigma)):
+            attend = self.sparse.stand_in((len(self.step.branches),), recording)  # conditional first
+        if self.step.window:
+            return backbone.windowed(transformer, self.step.window, attend)
+        return backbone.attending(transformer, attend) if attend else nullcontext()
 
     def _blended(self, velocity: torch.Tensor) -> torch.Tensor:
         """One guidance branch's velocity, blended with the answer where only a region was computed."""

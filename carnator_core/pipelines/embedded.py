@@ -150,10 +150,12 @@ class Generator:
         window = run.window_at(sigma)
         if tapped:
             stack.enter_context(self.backbone.tapped(self.model, run.taps))
-        if window:
-            stack.enter_context(self.backbone.windowed(self.model, window))
         recording = run.probing_last(sigma)
+        attend = None
         if sparse and (recording or run.may_be_sparse(sigma)):
-            branches = (0,) if self.guidance == 1 else (0, 1)
-            stack.enter_context(self.backbone.attending(self.model, sparse.stand_in(branches, recording)))
+            attend = sparse.stand_in((0,) if self.guidance == 1 else (0, 1), recording)
+        if window:
+            stack.enter_context(self.backbone.windowed(self.model, window, attend))
+        elif attend:
+            stack.enter_context(self.backbone.attending(self.model, attend))
         return stack

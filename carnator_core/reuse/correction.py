@@ -41,8 +41,9 @@ class CorrectedAnswer:
         self._debt: torch.Tensor | None = None
         self.error: float | None = None  # of the last stretch's mean answer, in deviations of a prediction
 
-    def observe(self, sigma: float, x0: torch.Tensor) -> None:
-        """A computed prediction."""
+    def observe(self, sigma: float, x0: torch.Tensor, counted: torch.Tensor | None = None) -> None:
+        """A computed prediction. `counted`: weights in [0, 1], of where the answers were used, for `error`; default
+        everywhere."""
         self.plain.observe(sigma, x0)
         self.error = None
         if not self._given:
@@ -51,7 +52,8 @@ class CorrectedAnswer:
         self._debt = told_again - self._sum
         length = sum(self._length(i) for i in self._given)
         if length > 0:
-            self.error = float(self._debt.pow(2).mean().sqrt() / (length * x0.float().std()).clamp_min(1e-12))
+            off = self._debt if counted is None else self._debt * counted.sqrt()
+            self.error = float(off.pow(2).mean().sqrt() / (length * x0.float().std()).clamp_min(1e-12))
         self._given, self._sum = [], None
 
     def answer(self, sigma: float) -> torch.Tensor:

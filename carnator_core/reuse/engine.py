@@ -34,7 +34,8 @@ from ..signature.evidence import Evidence
 from ..signature.taps import Taps
 from .answer import MEMORY, DonorAnswer
 from .correction import CorrectedAnswer
-from .plan import Plan, dense_plan, even_plan, halved
+from .partly import PartlyCorrected
+from .plan import Plan, dense_plan, halved, plan_of
 from .region import RegionSteps
 from .trajectory import Trajectory
 from .window import TokenWindow
@@ -44,8 +45,8 @@ T = TypeVar("T")
 KEEP_BYTES = 512 * 2**20  # of predictions that a run remembers, in 16 bits
 KEEP_LEAST = 8
 # Of the computed steps between skipped ones every how-many-th is full; the others compute a region. 1: all are full, as
-# region steps have not paid yet. At the cost of 18 full steps they came to 39 to 44 dB on the large grid, where
-# skipping alone comes to more.
+# region steps do not pay on long schedules: another full step brings more there than three region steps, so smooth is
+# the course. On short ones they do (`plan.short_plan`).
 REFRESH = 1
 COLLAPSE = 0.05  # a prediction whose deviation falls to this share of the last computed one's has collapsed
 
@@ -93,10 +94,11 @@ class Run:
         self._decided = False
         self._tainted = ""  # why this run must not become a donor
         self._stopped = ""  # why reuse ended early
-        self._answerer: CorrectedAnswer | None = None
+        self._answerer: CorrectedAnswer | PartlyCorrected | None = None
         self._layers, self._region = layers, region
         self.refresh = REFRESH if refresh is None else refresh
         self._regions: RegionSteps | None = None
+        self._window: TokenWindow | None = None
         self._partly = False  # whether the call under way was to compute a region
         self._spread: float | None = None
         self._seen: set[int] = set()
@@ -161,9 +163,28 @@ class Run:
     def window_at(self, sigma: float) -> TokenWindow | None:
         """What the transformer's blocks must go through at this call, if anything; ask after `answer`."""
         self._partly = self.region_planned(sigma)
-        if self._regions is None or self._stopped or step_of(sigma, self.sigmas) > max(self.plan.region):
-            return None
-        return self._regions.begin(self._partly)
+        if (
+            self._regions is not None
+            and not self._stopped
+            and step_of(sigma, self.sigmas) <= max(self.plan.region, default=-1)
+        ):
+            return self._regions.begin(self._partly)
+        if self._regions is None and self.probing_last(sigma) and self._foresees_regions():
+            self._window = TokenWindow(self._layers)
+            self._window.begin(None)
+            return self._window
+        return None
+
+    def _foresees_regions(self) -> bool:
+        """Whether a region step may come before any other full one, so that the probe must remember for it."""
+        if self.bank.mode == "off" or self._stopped or not RegionSteps.possible(self._layers):
+            return False
+        plan = self._forced or self._planned()
+        first = next((i for i in range(self.probe, self.steps) if plan.kind(i) != "skipped"), None)
+        with self._own_time():
+            return plan.kind(first) == "region" and (
+                self._wanted is not None or bool(self.bank.recall(self.request, 1, only_same_noise=True))
+            )
 
     @torch.no_grad()
     def blended(self, sigma: float, x0: torch.Tensor) -> torch.Tensor:
@@ -174,7 +195,7 @@ class Run:
         if not self._is_region:
             return x0
         with self._own_time():
-            blended = self._guarded(lambda: self._regions.blend(x0, self._answerer.plain.answer(sigma)))
+            blended = self._guarded(lambda: self._answerer.blended(sigma, x0, self._regions.weight).to(x0.dtype))
             return x0 if blended is None else blended  # what the window carried, where nothing better is at hand
 
     @torch.no_grad()
@@ -186,8 +207,7 @@ class Run:
             row = StepRow(index, sigma, "dense", seconds)
             if self._is_region:
                 row.kind, row.cost = "region", self._regions.count()
-            elif self._regions is not None and not self._stopped:
-                self._guarded(lambda: self._regions.look(sigma, x0))
+                self._guarded(lambda: self._look_at_region(index, sigma, x0))
             self.report.steps.append(row)
             self.report.seconds["model"] = self.report.seconds.get("model", 0.0) + seconds
             self._seen.add(index)
@@ -196,8 +216,10 @@ class Run:
                 self._kept[index] = x0.to("cpu", torch.float16, copy=True)
             if index + 1 == self.probe or self._answerer is not None:
                 self._spread = float(x0.std())
-            if self._answerer is not None:
+            if self._answerer is not None and row.kind == "dense":
                 self._guarded(lambda: self._look(index, sigma, x0))
+                if self._regions is not None and not self._stopped:
+                    self._guarded(lambda: self._look_for_region(index, sigma, x0))
             elif index < self.probe:
                 self._probed = [*self._probed[-MEMORY + 1 :], (sigma, x0.clone())]
 
@@ -294,7 +316,8 @@ class Run:
         self._answerer, self._last = None, None
         if self._regions is not None:
             self.report.scope.active, self.report.scope.context = self._regions.shares()
-            self._regions.window.release()
+        if self._window is not None:
+            self._window.release()
         if self.taps:
             self.taps.release()
 
@@ -338,7 +361,7 @@ class Run:
         """Load the donor's course and fix the plan; without a course the run stays dense."""
         predictions = entry.predictions()
         plan = self._forced or self._planned()
-        if predictions is None or not plan.skipped:
+        if predictions is None or not plan.skipped | plan.region:
             self.report.decision = "miss"
             self.report.reason = (
                 "the donor went away" if predictions is None else f"{self.steps} steps are too few to skip any"
@@ -346,22 +369,65 @@ class Run:
             return
         self._tainted = "a reused trajectory never becomes a donor"
         donor = Trajectory(entry.sigmas, predictions.to(self._last[1].device))
-        if RegionSteps.possible(self._layers):
-            plan = plan if self._forced else plan.regional(self.refresh)
-            self._regions = RegionSteps(self._layers, self.grid, donor, self._region) if plan.region else None
-        else:
-            plan = replace(plan, region=frozenset())
+        plan, self._regions = self._with_regions(plan, donor)
         self.report.decision, self.plan = "joint", plan
         kind = self.request.identity.parametrisation
-        self._answerer = CorrectedAnswer(DonorAnswer(donor, self.grid), plan, kind)
+        if plan.region:
+            self._answerer = PartlyCorrected(lambda: DonorAnswer(donor, self.grid), plan, kind)
+        else:
+            self._answerer = CorrectedAnswer(DonorAnswer(donor, self.grid), plan, kind)
         for sigma, x0 in self._probed:
             self._answerer.observe(sigma, x0)
+        if self._regions is not None:
+            self._answerer.weight = self._regions.weight
         self._kept.clear()
+
+    def _with_regions(self, plan: Plan, donor: Trajectory) -> tuple[Plan, RegionSteps | None]:
+        """The plan, and what its region steps need; a plan without any where they are not to be had."""
+        if not self._forced and not plan.region:
+            plan = plan.regional(self.refresh)
+        if not plan.region:
+            return plan, None
+        if not RegionSteps.possible(self._layers):
+            return self._without_regions(plan), None
+        foreseen = self._window is not None
+        self._window = self._window or TokenWindow(self._layers)
+        regions = RegionSteps(self._window, self.grid, donor, self._region)
+        if foreseen:
+            regions.look(*self._last)
+            refused = self._window.context.refused
+            if refused:
+                self.report.warnings.append(f"no region was computed: {refused}")
+            others = self._without_regions(plan)
+            dear = not self._forced and regions.cost_of(plan) >= others.forwards
+            if regions.scope is None or refused or dear:
+                return others, None
+        return plan, regions
+
+    def _without_regions(self, plan: Plan) -> Plan:
+        """What takes a plan's place where regions are not to be had."""
+        return replace(plan, region=frozenset()) if self._forced else self._planned(regions=False)
+
+    def _look_for_region(self, index: int, sigma: float, x0: torch.Tensor) -> None:
+        """At a full step: what the next region step computes; without a region that step is planned as a full one."""
+        self._regions.look(sigma, x0)
+        self._answerer.weight = self._regions.weight
+        later = [i for i in self.plan.region if i > index]
+        if later and (self._regions.scope is None or self._window.context.refused):
+            self.plan = self._answerer.plan = replace(self.plan, region=self.plan.region - {min(later)})
 
     def _look(self, index: int, sigma: float, x0: torch.Tensor) -> None:
         """What a computed step tells of the answers before it; where they were off by more than the policy takes, the
         next stretch of answers is cut in two."""
         self._answerer.observe(sigma, x0)
+        self._watch(index)
+
+    def _look_at_region(self, index: int, sigma: float, x0: torch.Tensor) -> None:
+        """The same at a region step, which tells of the answers within the region."""
+        self._answerer.observe_region(sigma, x0, self._regions.weight)
+        self._watch(index)
+
+    def _watch(self, index: int) -> None:
         error = self._answerer.error
         if error is None:
             return
@@ -369,10 +435,9 @@ class Run:
         if error > self.policy.tolerance and not self._forced:
             self.plan = self._answerer.plan = halved(self.plan, index)
 
-    def _planned(self) -> Plan:
-        """The computed steps evenly spaced in log signal-to-noise ratio, as many as the policy has."""
-        kind = self.request.identity.parametrisation
-        return even_plan(self.sigmas, self.policy.computed(self.steps, self.probe), self.probe, kind)
+    def _planned(self, regions: bool = True) -> Plan:
+        regions = regions and RegionSteps.possible(self._layers)
+        return plan_of(self.policy, self.sigmas, self.probe, self.request.identity.parametrisation, regions)
 
     def _answer(self, sigma: float) -> torch.Tensor | None:
         x0 = self._answerer.answer(sigma)

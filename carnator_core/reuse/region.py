@@ -11,19 +11,20 @@ import torch
 
 from ..grid import TokenGrid
 from ..signature.evidence import where_different
+from .plan import Plan
 from .scope import Scope, scope_of
 from .trajectory import Trajectory
 from .window import TokenWindow
 
 
 class RegionSteps:
-    """`layers`: how many blocks the transformer has. `forced`: a region (t, h, w) to take whatever differs."""
+    """`window`: what the run's blocks go through. `forced`: a region (t, h, w) to take whatever differs."""
 
-    def __init__(self, layers: int, grid: TokenGrid, donor: Trajectory, forced: torch.Tensor | None = None):
-        self.window, self.grid, self.donor, self.forced = TokenWindow(layers), grid, donor, forced
+    def __init__(self, window: TokenWindow, grid: TokenGrid, donor: Trajectory, forced: torch.Tensor | None = None):
+        self.window, self.grid, self.donor, self.forced = window, grid, donor, forced
         self.scope: Scope | None = None
         self._weight: torch.Tensor | None = None
-        self._shares: list[tuple[float, float]] = []
+        self._shares: list[float] = []
 
     @staticmethod
     def possible(layers: int) -> bool:
@@ -47,19 +48,30 @@ class RegionSteps:
         """Whether the step under way computed a part of the tokens."""
         return self.scope is not None and self.window.was_partial
 
-    def blend(self, x0: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
-        """W x0 + (1 - W) answer."""
-        return (self._weight * x0.float() + (1 - self._weight) * answer).to(x0.dtype)
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """W of the scope on latent positions, (1, 1, T, h, w) in [0, 1]; None without a scope."""
+        return self._weight if self.scope is not None else None
+
+    @property
+    def cost(self) -> float:
+        """Of a region step, in full forwards: a share of the tokens in all but the first layers. In attention too, where
+        it is queries that are fewer."""
+        return 1 - self.window.share_of_layers() * (1 - self.scope.active_share)
+
+    def cost_of(self, plan: Plan) -> float:
+        """Of a whole run under this plan, were the scope to stay; that of full steps without one."""
+        spared = 0.0 if self.scope is None else 1 - self.cost
+        return plan.forwards - spared * len(plan.region)
 
     def count(self) -> float:
-        """Note one region step; its cost in full forwards. Attention, which grows faster than the number of tokens, is
-        counted as if it did not."""
-        self._shares.append((self.scope.active_share, self.scope.computed_share))
-        return 1 - self.window.share_of_layers() * (1 - self.scope.computed_share)
+        """Note one region step; its cost."""
+        self._shares.append(self.scope.active_share)
+        return self.cost
 
     def shares(self) -> tuple[float | None, float | None]:
-        """Mean active and computed shares of the region steps so far; None where there were none."""
+        """Mean shares of the tokens that the region steps so far computed, and that they only saw; None without any."""
         if not self._shares:
             return None, None
-        active, computed = zip(*self._shares, strict=True)
-        return sum(active) / len(active), sum(computed) / len(computed)
+        active = sum(self._shares) / len(self._shares)
+        return active, 1 - active

@@ -1,7 +1,8 @@
 """Scope: which tokens a region step computes, and how its prediction is blended with the answer (paper, section 3.3).
 
-Active tokens are the evidence and a band around it; the context is a further band that is computed only so that the
-active ones have something to look at. Widths are told in tokens of the paper's grid, 22 rows high.
+Active tokens are the evidence and a band around it, two tokens wide on the paper's grid of 22 rows. The paper's further
+band, computed only so that the active ones have something to look at, has no part here: they see every token
+(`reuse.context`).
 """
 
 from __future__ import annotations
@@ -12,16 +13,15 @@ import torch
 
 from ..grid import TokenGrid, dilate
 
-ACTIVE, CONTEXT = 2, 3  # widths of the two bands
-LARGEST = 0.6  # share of tokens computed above which a region step saves too little to be worth its seam
+ACTIVE = 2  # width of the band
+LARGEST = 0.6  # share of active tokens above which a region step saves too little to be worth its seam
 
 
 @dataclass(frozen=True)
 class Scope:
-    """Each field is (t, h, w): bool, bool, and the weight W of the model's prediction in [0, 1]."""
+    """Each field is (t, h, w): bool, and the weight W of the model's prediction in [0, 1]."""
 
     active: torch.Tensor
-    computed: torch.Tensor
     weight: torch.Tensor
 
     @property
@@ -29,13 +29,9 @@ class Scope:
         return self.active.float().mean().item()
 
     @property
-    def computed_share(self) -> float:
-        return self.computed.float().mean().item()
-
-    @property
     def index(self) -> torch.Tensor:
-        """The computed tokens, ascending, int64."""
-        return self.computed.flatten().nonzero().flatten()
+        """The active tokens, ascending, int64."""
+        return self.active.flatten().nonzero().flatten()
 
 
 def scope_of(region: torch.Tensor, grid: TokenGrid) -> Scope | None:
@@ -52,6 +48,5 @@ def scope_of(region: torch.Tensor, grid: TokenGrid) -> Scope | None:
         d = step / (width + 1)
         weight = torch.where(wider & ~grown, torch.tensor(1 - d * d * (3 - 2 * d)), weight)
         grown = wider
-    computed = dilate(grown, grid.scaled(CONTEXT))
-    scope = Scope(grown, computed, weight)
-    return scope if scope.computed_share <= LARGEST else None
+    scope = Scope(grown, weight)
+    return scope if scope.active_share <= LARGEST else None

@@ -1,8 +1,9 @@
-"""A window of middle layers in which only chosen tokens are computed (paper, section 3.3; its table 5 for the layers).
+"""A window of layers in which only chosen tokens are computed (paper, section 3.3; its table 5 for the layers).
 
-All tokens pass the layers before and behind the window. The chosen ones are computed in it as a clip of their own, with
-their own positions; the others take over what the window did to them at the last full step, so that the layers behind
-find every token where they expect it.
+The first layers see all tokens. Behind them only the chosen ones are computed, with their own positions, and the others
+take over what the window did to them at the last full step. Attention still sees every token: keys and values of those
+that are not computed are remembered from that step. Without them the chosen tokens would be a clip of their own, and
+their prediction would be worse than none (`bench context`).
 """
 
 from __future__ import annotations
@@ -11,34 +12,37 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-BEFORE, BEHIND = 0.2, 0.17  # shares of the layers outside the window: 6 and 5 of 30
-BYTES = 2**28  # that a run keeps on the model's device for each forward of a step; what is larger waits on the CPU
+from .context import Attention, Context, Range
+
+BEFORE = 0.2  # share of the layers before the window: 6 of 30
 
 
 class TokenWindow:
-    """State of one sampling run; a host calls `begin` before each step and sends every block through `block`.
+    """State of one sampling run; a host calls `begin` before each step and sends every block through `block` and every
+    block's attention of the video's tokens through `attend`.
 
-    `layers`: how many blocks the transformer has. The window costs memory: one hidden state (tokens x width, in the
-    model's dtype) for each guidance branch, on the model's device up to `BYTES`.
+    `layers`: how many blocks the transformer has. The window costs memory on the model's device: for each forward of a
+    step one hidden state (tokens x width), and the keys and values of `Context`, which has a budget.
     """
 
-    def __init__(self, layers: int):
+    def __init__(self, layers: int, context: Context | None = None):
         self.layers = layers
         self.first = max(1, round(BEFORE * layers))
-        self.last = layers - 1 - max(1, round(BEHIND * layers))
+        self.context = Context(self.depth) if context is None else context
         # What the window added to every token, by guidance branches or, where a host does not tell them, by the
         # forward's place in its step.
         self._changes: dict[Hashable, torch.Tensor] = {}
         self._index: torch.Tensor | None = None
         self._entry: torch.Tensor | None = None
         self._forward: Hashable = None
+        self._layer: int | None = None  # whose attention is still to come
         self._count = 0
         self._partial = False
 
     @property
     def depth(self) -> int:
         """Layers in the window; 0 for a transformer too short to have one."""
-        return max(0, self.last - self.first + 1)
+        return max(0, self.layers - self.first)
 
     def share_of_layers(self) -> float:
         return self.depth / self.layers
@@ -50,6 +54,7 @@ class TokenWindow:
     def release(self) -> None:
         """Give the memory back."""
         self._changes.clear()
+        self.context.release()
         self._entry = self._index = None
 
     def block(
@@ -63,30 +68,56 @@ class TokenWindow:
 
         `branches`: which guidance branches the forward computes, where the host knows.
         """
-        if not self.first <= layer <= self.last:
+        if layer < self.first:
             return run(hidden, None)
         if layer == self.first:
             self._enter(hidden, branches)
+        self._layer = layer
+        last = self.layers - 1
         if not self._partial:
             out = run(hidden, None)
-            if layer == self.last and self._index is None:
-                change = out - self._entry
-                large = change.numel() * change.element_size() > BYTES
-                self._changes[self._forward] = change.cpu() if large else change
+            if layer == last:
+                self._changes[self._forward] = out - self._entry
             return out
         index = self._index.to(hidden.device)
         out = run(hidden[:, index] if layer == self.first else hidden, index)
-        return out if layer < self.last else self._scattered(out, index)
+        return out if layer < last else self._scattered(out, index)
+
+    def attend(
+        self,
+        dense: Attention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        text: Range | None = None,
+        known: bool = True,
+    ) -> torch.Tensor:
+        """An attention within `block`; the first one of each block is that of the video's tokens.
+
+        `dense(q, k, v)`: the attention as the model would compute it. q, k, v (..., s, d), tokens last but one; `text`
+        tells which keys of a joint sequence are text; not `known`: something about it (a mask) stands in the way.
+        """
+        layer, self._layer = self._layer, None
+        if layer is None:
+            return dense(q, k, v)
+        if self._partial:
+            return dense(q, *self.context.around(self._forward, layer, self._index.to(k.device), k, v, text))
+        if known:
+            self.context.keep(self._forward, layer, k, v, text)
+        return dense(q, k, v)
 
     def _enter(self, hidden: torch.Tensor, branches: Hashable) -> None:
         self._forward = self._count if branches is None else branches
         self._count += 1
         self._entry = hidden.clone()  # blocks of some hosts add to their input in place
         known = self._changes.get(self._forward)
-        self._partial = self._index is not None and known is not None and known.shape == hidden.shape
+        matches = known is not None and known.shape == hidden.shape
+        self._partial = self._index is not None and matches and self.context.knows(self._forward)
+        if not self._partial:
+            self.context.forget(self._forward)
 
     def _scattered(self, out: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        full = self._entry + self._changes[self._forward].to(out.device)
+        full = self._entry + self._changes[self._forward]
         full[:, index] = out
         return full
 

@@ -136,10 +136,10 @@ class _Steps:
             given, window = options or {}, run.window_at(sigma)
             sparse = self.sparse if self.sparse and (last or run.may_be_sparse(sigma)) else None
             taps = run.taps if last else None
-            if window is not None:
-                given = windowed(given, window, self.blocks, self.family.part, run.grid.tokens)
             if taps is not None or sparse is not None:
                 given = watched(given, self.family.watcher(run.grid, self.middle, taps, sparse, last))
+            if window is not None:
+                given = windowed(given, window, self.blocks, self.family.part, run.grid.tokens)
             return inner(x, timestep, given, seed)
 
         before = self.sparse.applied if self.sparse else 0

@@ -77,8 +77,8 @@ class Watcher:
         clips = q.shape[0] // len(branches)
         rows = {branch: place * clips for place, branch in enumerate(branches)}  # the first clip of each
         if self.taps is not None and layer == self.middle and 0 in rows:
-            self.read(own, q[rows[0]], k[rows[0]], heads, masked=_masked(args, kwargs))
-        if self.sparse is None or not own or _masked(args, kwargs):  # block masks know nothing of padded keys
+            self.read(own, q[rows[0]], k[rows[0]], heads, masked=masked(args, kwargs))
+        if self.sparse is None or not own or masked(args, kwargs):  # block masks know nothing of padded keys
             return host(q, k, v)
         if self.recording:
             for branch, row in rows.items():
@@ -103,7 +103,8 @@ class Watcher:
         raise NotImplementedError
 
 
-def _masked(args: tuple, kwargs: dict) -> bool:
+def masked(args: tuple, kwargs: dict) -> bool:
+    """Whether a call of the host's attention has a mask; the arguments behind `heads`."""
     return (args[0] if args else kwargs.get("mask")) is not None
 
 

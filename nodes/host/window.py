@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...carnator_core.reuse.window import TokenWindow
+from .taps import masked
 
 Key = tuple[str, int]  # of the host's block hook
 Part = Callable[[dict[str, Any], torch.Tensor, int], dict[str, Any]]
@@ -22,23 +24,58 @@ def windowed(options: dict, window: TokenWindow, blocks: Sequence[Key], part: Pa
     options = create_model_options_clone(options)
     inner = options["transformer_options"]
     inner["patches_replace"] = {**inner.get("patches_replace", {})}
-    inside = {blocks[i]: _through(window, i, blocks[i], part, tokens) for i in range(window.first, window.last + 1)}
+    joint = _Joint(tokens, any(kind == "single_block" for kind, _ in blocks))
+    inside = {blocks[i]: _through(window, i, blocks[i], part, joint) for i in range(window.first, window.layers)}
     inner["patches_replace"]["dit"] = {**inner["patches_replace"].get("dit", {}), **inside}
+    below = inner.get("optimized_attention_override")
+    inner["optimized_attention_override"] = _attention(window, joint, below)
     return options
 
 
-def _through(window: TokenWindow, layer: int, key: Key, part: Part, tokens: int) -> Callable[[dict, dict], dict]:
+class _Joint:
+    """Where the text lies in a model whose blocks attend to it and the video's tokens in one sequence, text behind;
+    such a model has single blocks."""
+
+    def __init__(self, tokens: int, is_joint: bool):
+        self.tokens, self.is_joint = tokens, is_joint
+        self.text = 0  # tokens of it in the sequence
+
+    def enter(self, positions: Any) -> None:
+        """Positions of a joint sequence, (b, 1, s, ...), are told of the video's tokens and of the text."""
+        if self.is_joint:
+            self.text = positions.shape[2] - self.tokens
+
+    def of_keys(self, keys: int) -> tuple[int, int] | None:
+        """Which of so many keys are text."""
+        return (keys - self.text, keys) if self.text else None
+
+
+def _attention(window: TokenWindow, joint: _Joint, below: Callable | None) -> Callable:
+    """In the place of the host's attention; `below` is what stood there before."""
+
+    def attention(func: Callable, q, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
+        func = func if below is None else partial(below, func)
+
+        def host(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return func(q, k, v, heads, *args, **kwargs)
+
+        return window.attend(host, q, k, v, joint.of_keys(k.shape[-2]), known=not masked(args, kwargs))
+
+    return attention
+
+
+def _through(window: TokenWindow, layer: int, key: Key, part: Part, joint: _Joint) -> Callable[[dict, dict], dict]:
     kind, _ = key
 
     def replacement(args: dict, extra: dict) -> dict:
         branches = tuple(args["transformer_options"].get("cond_or_uncond", ()))
-        # A single block has the text behind the video's tokens in one tensor; positions are told of all of them.
-        behind = args["pe"].shape[2] - tokens if kind == "single_block" else 0
+        joint.enter(args["pe"])
+        behind = joint.text if kind == "single_block" else 0  # in one tensor with the video's tokens
         video, text = args["img"].tensor_split((args["img"].shape[1] - behind,), dim=1)
         out: dict[str, Any] = {}
 
         def run(hidden: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-            changed = {} if index is None else part(args, index, tokens)
+            changed = {} if index is None else part(args, index, joint.tokens)
             given = torch.cat((hidden, text), dim=1) if behind else hidden
             out.update(extra["original_block"]({**args, **changed, "img": given}))
             return out["img"][:, : hidden.shape[1]]

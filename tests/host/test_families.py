@@ -120,7 +120,7 @@ def test_region_steps_of_every_token_give_the_clip_of_full_steps(host, kind, fam
     sampled(host, kind, fast)
 
     def joint(chosen: torch.Tensor | None) -> tuple[torch.Tensor, dict]:
-        made = None if chosen is None else scope.Scope(chosen, chosen, chosen.float())
+        made = None if chosen is None else scope.Scope(chosen, chosen.float())
         monkeypatch.setattr(regions, "scope_of", lambda region, grid: made)
         out = sampled(host, kind, fast, OTHER)
         return out["samples"], report(host, fast, out)
@@ -136,6 +136,21 @@ def test_region_steps_of_every_token_give_the_clip_of_full_steps(host, kind, fam
     partly, told_half = joint(half)
     assert told_half["forwards"] < told["forwards"]
     assert 0 < (partly - full).pow(2).mean() < 0.05 * full.var()
+
+
+def test_of_few_steps_a_hit_computes_the_region_and_a_miss_is_the_run_itself(host, kind, family, cache, monkeypatch):
+    half = torch.ones(TOKENS[kind], dtype=torch.bool)
+    half[..., half.shape[-1] // 2 :] = False
+    regions, scope = (host.module(f"carnator_core.reuse.{name}") for name in ("region", "scope"))
+    monkeypatch.setattr(regions, "scope_of", lambda region, grid: scope.Scope(half, half.float()))
+    fast = reusing(host, family, cache)
+    sampled(host, kind, fast, steps=4)
+    told = report(host, fast, sampled(host, kind, fast, OTHER, steps=4))
+    assert [row["kind"] for row in told["steps"]] == ["dense", "region", "region", "dense"]
+    strict = reusing(host, family, cache, "strict")
+    missed = sampled(host, kind, strict, "a green ball", steps=4)
+    assert report(host, strict, missed)["decision"] == "miss"
+    assert same(missed, sampled(host, kind, family, "a green ball", steps=4))
 
 
 def test_the_signature_has_every_part(host, kind, family, cache):

@@ -98,13 +98,13 @@ def test_split_guidance_batches_reuse_as_joint_ones_do(host, model, cache, short
     assert told["decision"] == "miss" and told["written"]
     half = torch.ones(5, 8, 8, dtype=torch.bool)
     half[..., 4:] = False
-    monkeypatch.setattr(regions, "scope_of", lambda region, grid: scope.Scope(half, half, half.float()))
+    monkeypatch.setattr(regions, "scope_of", lambda region, grid: scope.Scope(half, half.float()))
     joint = sampled(host, fast, OTHER)
     told = report(host, fast, joint)
     assert told["decision"] == "joint" and told["discrepancies"]["guidance"] > 0
     monkeypatch.undo()
     monkeypatch.setattr(host.module("carnator_core.reuse.engine"), "REFRESH", 3)
-    monkeypatch.setattr(regions, "scope_of", lambda region, grid: scope.Scope(half, half, half.float()))
+    monkeypatch.setattr(regions, "scope_of", lambda region, grid: scope.Scope(half, half.float()))
     together = sampled(host, fast, OTHER)
     assert (joint["samples"] - together["samples"]).pow(2).mean() < 0.02 * together["samples"].var()
 
@@ -118,7 +118,7 @@ def test_region_steps_of_every_token_give_the_clip_of_full_steps(host, model, ca
     plain = sampled(host, fast, cfg=cfg)
 
     def joint(chosen) -> tuple[dict, dict]:
-        made = None if chosen is None else scope.Scope(chosen, chosen, chosen.float())
+        made = None if chosen is None else scope.Scope(chosen, chosen.float())
         monkeypatch.setattr(regions, "scope_of", lambda region, grid: made)
         out = sampled(host, fast, OTHER, cfg=cfg)
         return out, report(host, fast, out)

@@ -97,7 +97,7 @@ def test_region_steps_of_every_token_give_the_clip_of_full_steps(host, model, mo
     sampled(host, reusing, "a red ball")
     everything = torch.ones(3, 4, 4, dtype=torch.bool)
     clips = []
-    for made in (None, scope.Scope(everything, everything, everything.float())):
+    for made in (None, scope.Scope(everything, everything.float())):
         monkeypatch.setattr(regions, "scope_of", lambda region, grid, made=made: made)
         clips.append(sampled(host, reusing, "a blue ball"))
     assert "region" in {row["kind"] for row in told(host, reusing, clips[1])["steps"]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from diffusers import (
@@ -122,11 +124,28 @@ def test_region_steps_of_every_token_give_the_clip_of_full_steps(parts, tmp_path
     full = ask(fast, "a red cube", guidance_scale=guidance, num_inference_steps=20)
     assert fast.report.decision == "joint" and fast.report.scope.active is None
     everything = torch.ones(2, 2, 2, dtype=torch.bool)
-    monkeypatch.setattr(regions, "scope_of", lambda region, grid: Scope(everything, everything, everything.float()))
+    monkeypatch.setattr(regions, "scope_of", lambda region, grid: Scope(everything, everything.float()))
     partly = ask(fast, "a red cube", guidance_scale=guidance, num_inference_steps=20)
     assert "region" in {row.kind for row in fast.report.steps} and fast.report.scope.active == 1
     assert (partly - full).abs().max() < 1e-3
     assert all("forward" not in block.__dict__ for block in pipe.transformer.blocks)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_of_few_steps_a_hit_computes_the_region_and_a_miss_is_the_run_itself(parts, tmp_path, guidance, monkeypatch):
+    half = torch.zeros(2, 2, 2, dtype=torch.bool)
+    half[..., 0] = True
+    monkeypatch.setattr(regions, "scope_of", lambda region, grid: Scope(half, half.float()))
+    pipe = pipeline(parts)
+    fast = attach(pipe, bank=Bank(tmp_path))
+    fast.policy = replace(GENEROUS, regions=2)
+    ask(fast, guidance_scale=guidance, num_inference_steps=4)
+    ask(fast, "a red cube", guidance_scale=guidance, num_inference_steps=4)
+    assert kinds(fast.report) == ["dense", "region", "region", "dense"] and fast.report.scope.active == 0.5
+    fast.policy = replace(GENEROUS, threshold=-1.0, regions=2)
+    missed = ask(fast, "a blue cube", guidance_scale=guidance, num_inference_steps=4)
+    assert fast.report.decision == "miss"
+    assert torch.equal(missed, ask(pipe, "a blue cube", guidance_scale=guidance, num_inference_steps=4))
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
@@ -238,7 +257,7 @@ def test_region_steps_stand_down_beside_a_first_block_cache(cached, tmp_path, mo
     fast.policy = GENEROUS
     monkeypatch.setattr(engine, "REFRESH", 3)
     everything = torch.ones(2, 2, 2, dtype=torch.bool)
-    monkeypatch.setattr(regions, "scope_of", lambda region, grid: Scope(everything, everything, everything.float()))
+    monkeypatch.setattr(regions, "scope_of", lambda region, grid: Scope(everything, everything.float()))
     ask(fast, num_inference_steps=20)
     ask(fast, "a red cube", num_inference_steps=20)
     assert "region" in kinds(fast.report)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from carnator_core.attention import BlockMask, coverage, find_mask
 
-few = settings(deadline=None, max_examples=25)
+few = settings(max_examples=25)
 sizes = st.integers(1, 70)
 
 

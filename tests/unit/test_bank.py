@@ -319,7 +319,7 @@ def test_gc_follows_a_smaller_budget(tmp_path):
 # --- whole ---
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(
         st.tuples(st.sampled_from(["write", "write", "remove", "touch", "gc", "reopen", "lose"]), st.integers(0, 4)),

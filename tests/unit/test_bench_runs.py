@@ -22,12 +22,14 @@ def test_plans_by_name():
     assert str(Way.named("paced-1", 20).plan).startswith("##.#.#")
     assert str(Way.named("paced-1-r3", 20).plan).startswith("##.#.o.o.#")
     assert str(Way.named("resume-9", 20).plan) == "##......." + "#" * 11
+    assert str(Way.named("drsd", 4).plan) == "#o.#"
     assert Way.named("policy-c5", 20) == Way(None, None, cache=0.05)
     alone = Way.named("alone-c10", 20)
     assert alone.plan.forwards == 20 and alone.cache == 0.1
-    for bad in ("paced-1-rx", "paced-1-r0", "paced-1-s0", "paced-1-s101", "slow", "policy-s90-c5", "even-5-r3-c5"):
+    bad = ["paced-1-rx", "paced-1-r0", "paced-1-s0", "paced-1-s101", "slow", "policy-s90-c5", "even-5-r3-c5", "drs"]
+    for name in bad:
         with pytest.raises(ValueError):
-            Way.named(bad, 20)
+            Way.named(name, 20)
 
 
 @pytest.mark.parametrize("tokens", [320, 4680, 4681])
@@ -36,10 +38,10 @@ def test_a_latent_has_at_least_the_tokens_asked_for_and_few_more(tokens):
     assert tokens <= grid.tokens < 1.15 * tokens + 60
 
 
-@pytest.mark.parametrize("computed", [0.2, 0.35, 0.5])
-def test_a_region_of_a_wanted_size(computed):
+@pytest.mark.parametrize("active", [0.2, 0.35, 0.5])
+def test_a_region_of_a_wanted_size(active):
     grid = TokenGrid.of_latent(latent_of(4680))
-    assert abs(scope_of(region_of(grid, computed), grid).computed_share - computed) < 0.06
+    assert abs(scope_of(region_of(grid, active), grid).active_share - active) < 0.06
 
 
 def test_quality_writes_rows_and_a_plan_that_speed_runs(tmp_path, capsys):

@@ -52,7 +52,7 @@ def test_applying_and_merging_agree_and_applying_leaves_the_model_alone(inputs):
     assert (merged - plain).abs().max() > 1e-3
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(st.floats(-2, 2), st.floats(-2, 2))
 def test_strengths_add_up(first, second):
     one, other = small(), small()

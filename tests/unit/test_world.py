@@ -17,7 +17,7 @@ from carnator_core.mini.world import ATTRIBUTES, Scene
 ALL = [Scene(*words) for words in itertools.product(*ATTRIBUTES.values())]
 SCENE = Scene("ball", "red", "sea", "left", "small", "panning", "one")
 any_scene = st.sampled_from(ALL)
-repeatable = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+repeatable = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 # --- captions ----------------------------------------------------------------------------------------------------
