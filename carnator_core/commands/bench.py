@@ -13,6 +13,7 @@ MODULES = {  # command -> the module that adds it
     "reuse": "evaluation.bench",
     "quality": "evaluation.quality",
     "speed": "evaluation.speed",
+    "context": "evaluation.context",
     "connectivity": "evaluation.connectivity",
     "attention": "attention.bench",
     "bank": "bank.bench",

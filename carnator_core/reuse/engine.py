@@ -48,6 +48,7 @@ KEEP_LEAST = 8
 # region steps do not pay on long schedules: another full step brings more there than three region steps, so smooth is
 # the course. On short ones they do (`plan.short_plan`).
 REFRESH = 1
+WORTH = 0.9  # share of the cost without regions that a plan with them may have, as it comes less near
 COLLAPSE = 0.05  # a prediction whose deviation falls to this share of the last computed one's has collapsed
 
 
@@ -399,7 +400,7 @@ class Run:
             if refused:
                 self.report.warnings.append(f"no region was computed: {refused}")
             others = self._without_regions(plan)
-            dear = not self._forced and regions.cost_of(plan) >= others.forwards
+            dear = not self._forced and regions.cost_of(plan) > WORTH * others.forwards
             if regions.scope is None or refused or dear:
                 return others, None
         return plan, regions

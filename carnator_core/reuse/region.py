@@ -55,8 +55,7 @@ class RegionSteps:
 
     @property
     def cost(self) -> float:
-        """Of a region step, in full forwards: a share of the tokens in all but the first layers. In attention too, where
-        it is queries that are fewer."""
+        """Of a region step, in full forwards: all but the first layers compute a share of the tokens."""
         return 1 - self.window.share_of_layers() * (1 - self.scope.active_share)
 
     def cost_of(self, plan: Plan) -> float:

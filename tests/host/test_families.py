@@ -143,6 +143,7 @@ def test_of_few_steps_a_hit_computes_the_region_and_a_miss_is_the_run_itself(hos
     half[..., half.shape[-1] // 2 :] = False
     regions, scope = (host.module(f"carnator_core.reuse.{name}") for name in ("region", "scope"))
     monkeypatch.setattr(regions, "scope_of", lambda region, grid: scope.Scope(half, half.float()))
+    monkeypatch.setattr(host.module("carnator_core.reuse.engine"), "WORTH", 2)
     fast = reusing(host, family, cache)
     sampled(host, kind, fast, steps=4)
     told = report(host, fast, sampled(host, kind, fast, OTHER, steps=4))

@@ -136,6 +136,7 @@ def test_of_few_steps_a_hit_computes_the_region_and_a_miss_is_the_run_itself(par
     half = torch.zeros(2, 2, 2, dtype=torch.bool)
     half[..., 0] = True
     monkeypatch.setattr(regions, "scope_of", lambda region, grid: Scope(half, half.float()))
+    monkeypatch.setattr(engine, "WORTH", 2)
     pipe = pipeline(parts)
     fast = attach(pipe, bank=Bank(tmp_path))
     fast.policy = replace(GENEROUS, regions=2)

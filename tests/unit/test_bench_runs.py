@@ -12,6 +12,7 @@ from carnator_core.evaluation.speed import latent_of, plan_of, region_of
 from carnator_core.grid import TokenGrid
 from carnator_core.reuse.scope import scope_of
 
+WAYS = ("answer", "alone", "pooled", "remembered")
 QUALITY = ["bench", "quality", "--grid", "small", "--pairs", "2", "--steps", "6", "--split", "fit"]
 
 
@@ -78,3 +79,11 @@ def test_speed_without_a_plan_says_what_writes_one(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["bench", "speed", "--plan", str(tmp_path / "plan.json")])
     assert "bench quality" in capsys.readouterr().err
+
+
+def test_what_a_region_must_see_is_measured_at_full_steps(capsys):
+    how = ["--grid", "small", "--pairs", "1", "--steps", "12", "--plan", "paced-1", "--json"]
+    assert main(["bench", "context", *how]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["steps_measured"] > 0 and set(told["off"]) == {*WAYS, "active", "band"}
+    assert told["off"]["remembered"] < min(told["off"][way] for way in ("pooled", "answer"))

@@ -257,39 +257,48 @@ def few(tmp_path) -> Generator:
     """The few-step companion, with a bank that holds PROMPT."""
     make = Generator(Bank(tmp_path), guidance=few_step.GUIDANCE, model=few_step.load())
     make.policy = FEW
-    assert make(PROMPT, 7, 32, few_step.STEPS).report.written
+    assert make(PROMPT, 7, 64, few_step.STEPS).report.written
     return make
 
 
 def test_of_few_steps_the_middle_ones_compute_the_region(few):
-    clip = few(OTHER, 7, 32, few_step.STEPS)
+    place = torch.zeros(5, 16, 16, dtype=torch.bool)
+    place[:, 6:10, 5:11] = True
+    clip = few(OTHER, 7, 64, few_step.STEPS, region=place)
     assert clip.report.decision == "joint" and clip.report.written is None
     assert [row.kind for row in clip.report.steps] == ["dense", "region", "region", "dense"]
     assert 2 < clip.report.forwards < 3 and 0 < clip.report.scope.active < 0.6
-    own = sample.sample(few.model, [OTHER], [7], 32, few_step.STEPS, few_step.GUIDANCE)
+    own = sample.sample(few.model, [OTHER], [7], 64, few_step.STEPS, few_step.GUIDANCE)
     few.policy = replace(FEW, regions=0)
-    skipped = few(OTHER, 7, 32, few_step.STEPS, forced=drawn_plan(sample.sigmas(4)[:-1].tolist(), "dssd"))
+    skipped = few(OTHER, 7, 64, few_step.STEPS, forced=drawn_plan(sample.sigmas(4)[:-1].tolist(), "dssd"))
     assert (clip.latent - own).pow(2).mean() < 0.8 * (skipped.latent - own).pow(2).mean()
+
+
+def test_of_few_steps_a_large_region_is_not_worth_it(few):
+    large = torch.zeros(5, 16, 16, dtype=torch.bool)
+    large[:, 4:12, 4:12] = True
+    clip = few(OTHER, 7, 64, few_step.STEPS, region=large)
+    assert clip.report.decision == "joint" and clip.report.forwards == 3 and clip.report.scope.active is None
 
 
 def test_few_steps_without_a_place_that_differs_are_skipped_as_others_are(few, monkeypatch):
     monkeypatch.setattr(region_module, "scope_of", lambda region, grid: None)
-    clip = few(OTHER, 7, 32, few_step.STEPS)
+    clip = few(OTHER, 7, 64, few_step.STEPS)
     assert sorted(row.kind for row in clip.report.steps) == ["dense", "dense", "dense", "skipped"]
 
 
 def test_few_steps_whose_context_is_too_large_are_skipped_as_others_are_and_say_so(few, monkeypatch):
     monkeypatch.setattr(context_module, "BUDGET", 10**5)
-    clip = few(OTHER, 7, 32, few_step.STEPS)
+    clip = few(OTHER, 7, 64, few_step.STEPS)
     assert clip.report.decision == "joint" and clip.report.scope.active is None
     assert any("no region was computed" in warning for warning in clip.report.warnings)
 
 
 def test_a_miss_that_had_remembered_for_regions_is_the_run_itself(few):
     few.policy = replace(FEW, threshold=-1.0)
-    clip = few(OTHER, 7, 32, few_step.STEPS)
+    clip = few(OTHER, 7, 64, few_step.STEPS)
     assert clip.report.decision == "miss" and clip.report.written
-    assert torch.equal(clip.latent, sample.sample(few.model, [OTHER], [7], 32, few_step.STEPS, few_step.GUIDANCE))
+    assert torch.equal(clip.latent, sample.sample(few.model, [OTHER], [7], 64, few_step.STEPS, few_step.GUIDANCE))
 
 
 def test_a_difference_nearly_everywhere_makes_region_steps_full_ones(lent):
