@@ -307,6 +307,9 @@ class Run:
     def _respond(self, index: int, sigma: float) -> torch.Tensor | None:
         if index >= self.probe and not self._decided:
             self._decide()
+            if self._window is not None and self._regions is None:  # what was remembered serves nobody
+                self._window.release()
+                self._window = None
         if self._stopped or self.plan.kind(index) != "skipped":
             return None
         return self._answer(sigma)

@@ -294,9 +294,14 @@ def test_few_steps_whose_context_is_too_large_are_skipped_as_others_are_and_say_
     assert any("no region was computed" in warning for warning in clip.report.warnings)
 
 
-def test_a_miss_that_had_remembered_for_regions_is_the_run_itself(few):
-    few.policy = replace(FEW, threshold=-1.0)
+def test_a_miss_that_had_remembered_for_regions_is_the_run_itself(few, monkeypatch):
+    """And gives the memory back at once."""
+    few.policy, order = replace(FEW, threshold=-1.0), []
+    release, forward = context_module.Context.release, few.model.forward
+    monkeypatch.setattr(context_module.Context, "release", lambda c: order.append("release") or release(c))
+    monkeypatch.setattr(few.model, "forward", lambda *a, **k: order.append("forward") or forward(*a, **k))
     clip = few(OTHER, 7, 64, few_step.STEPS)
+    assert order[:2] == ["forward", "release"] and order.count("forward") == few_step.STEPS
     assert clip.report.decision == "miss" and clip.report.written
     assert torch.equal(clip.latent, sample.sample(few.model, [OTHER], [7], 64, few_step.STEPS, few_step.GUIDANCE))
 
