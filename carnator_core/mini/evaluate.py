@@ -90,10 +90,9 @@ def unchanged_area(scene: world.Scene, other: world.Scene, size: int) -> torch.T
     for s in (scene, other):
         for dx in (-world.JITTER, 0.0, world.JITTER):
             for dy in (-world.JITTER, 0.0, world.JITTER):
-                for horizontal in (False, True):
-                    axis = world.standing_axis(s, horizontal)
-                    cover = world.coverage(s.changed(object="ball"), (middle + dx, middle + dy), axis, 1.1, size)
-                    touched = torch.maximum(touched, cover)
+                axis = world.standing_axis(s)
+                cover = world.coverage(s.changed(object="ball"), (middle + dx, middle + dy), axis, 1.1, size)
+                touched = torch.maximum(touched, cover)
     return torch.nn.functional.max_pool2d(touched, codec.BLOCK) == 0
 
 

@@ -99,14 +99,13 @@ class _Fit:
 
 
 def _best_object(soft: torch.Tensor, centre: tuple[float, float], words: dict[str, str | None]) -> tuple[float, Scene]:
-    """The least squared error and its scene over every kind, size, count and standing axis."""
+    """The least squared error and its scene over every kind, size and count."""
     mass = float(soft.sum((1, 2)).median()) / world.UNIT**2
     coarse = []
     for scene in sorted(_hypotheses(words), key=lambda s: abs(math.log(_mass(s) / max(mass, 1e-6))))[:PLAUSIBLE]:
-        axes = {world.standing_axis(scene, h) for h in (True, False)} if scene.count == "two" else {(1.0, 0.0)}
         place = torch.tensor((centre[0], centre[1] - _shape(scene.object, scene.size)[1], 1.0))
-        starts = (_Fit(scene, axis, place) for axis in sorted(axes))
-        coarse += [replace(fit, error=fit.error_at(place, soft)) for fit in starts]
+        fit = _Fit(scene, world.standing_axis(scene), place)
+        coarse.append(replace(fit, error=fit.error_at(place, soft)))
     coarse.sort(key=lambda fit: fit.error)
     best = min((_refined(fit, soft) for fit in coarse[:CANDIDATES]), key=lambda fit: fit.error)
     return best.error, best.scene

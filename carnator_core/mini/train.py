@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from . import codec, sheet, text, world
+from . import codec, coupling, sheet, text, world
 from . import model as mini
 from .muon import Muon
 from .seeds import FIT
@@ -69,11 +69,14 @@ def batch_at(
     prompts = [
         "" if rng.random() < DROP_CAPTION else world.caption(s, rng.randrange(len(world.PHRASINGS))) for s in scenes
     ]
-    clips, cover = world.render_with_cover(scenes, seed, size)
-    clean = codec.encode(clips)
     generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(clean.shape, generator=generator)
-    u = torch.sigmoid(torch.randn(count, generator=generator))
+    side = size // codec.BLOCK
+    noise = torch.randn((count, codec.CHANNELS, world.FRAMES, side, side), generator=generator)
+    phases = [coupling.phase_of(n, s.camera) for n, s in zip(noise, scenes, strict=True)]
+    clips, cover = world.render_with_cover(scenes, seed, size, phases)
+    clean = codec.encode(clips)
+    u = torch.rand(count, generator=generator)  # evenly as a sampler steps for half of the clips,
+    u[: count // 2] = torch.sigmoid(torch.randn(count // 2, generator=generator))  # mostly midway for the others
     sigma = mini.SHIFT * u / (1 + (mini.SHIFT - 1) * u)
     return clean, noise, sigma, text.encode(prompts), object_weights(cover, sigma)
 

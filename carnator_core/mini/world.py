@@ -59,7 +59,7 @@ PAN_SPEED = 0.09  # how far the background moves between two frames
 ZOOM_SPEED = 1.09  # factor by which the background grows between two frames
 SPREAD = 0.24  # half the distance between two objects, across their motion
 JITTER = 0.045  # how far from the middle a track may lie
-PATTERN_PERIOD = 0.5
+PATTERN_PERIOD = 25 / 32  # 6.25 tokens, about the shortest wavelength (2 pi) of rotary embeddings
 PATTERN_CONTRAST = 0.6
 COARSE_TEXTURE = (1 / 6, 0.04)  # cell, standard deviation
 FINE_TEXTURE = (0.1, 0.05)
@@ -192,11 +192,9 @@ def coverage(
     return out
 
 
-def standing_axis(scene: Scene, horizontal: bool) -> tuple[float, float]:
-    """Along which axis two objects stand: across their motion; for resting ones the noise decides."""
-    if scene.motion in ("left", "right") or (scene.motion == "still" and not horizontal):
-        return (0.0, 1.0)
-    return (1.0, 0.0)
+def standing_axis(scene: Scene) -> tuple[float, float]:
+    """Along which axis two objects stand: across their motion; resting ones stand side by side."""
+    return (0.0, 1.0) if scene.motion in ("left", "right") else (1.0, 0.0)
 
 
 def world_points(camera: str, size: int) -> torch.Tensor:
@@ -244,21 +242,26 @@ class Layout:
     phase: tuple[float, float]
 
 
-def random_layout(scene: Scene, size: int, generator: torch.Generator) -> Layout:
-    u = torch.rand(7, generator=generator).tolist()
+def random_layout(
+    scene: Scene, size: int, generator: torch.Generator, phase: tuple[float, float] | None = None
+) -> Layout:
+    """A drawn layout, with the given phase of the pattern or a drawn one."""
+    u = torch.rand(6, generator=generator).tolist()
     middle = size / UNIT / 2
     return Layout(
         middle=(middle + JITTER * (2 * u[0] - 1), middle + JITTER * (2 * u[1] - 1)),
-        axis=standing_axis(scene, u[2] < 0.5),
-        scale=0.96 + 0.08 * u[3],
-        gain=0.94 + 0.12 * u[4],
-        phase=(PATTERN_PERIOD * u[5], PATTERN_PERIOD * u[6]),
+        axis=standing_axis(scene),
+        scale=0.96 + 0.08 * u[2],
+        gain=0.94 + 0.12 * u[3],
+        phase=phase or (PATTERN_PERIOD * u[4], PATTERN_PERIOD * u[5]),
     )
 
 
-def render_one(scene: Scene, size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def render_one(
+    scene: Scene, size: int, generator: torch.Generator, phase: tuple[float, float] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One clip (3, T, size, size) in [-1, 1] and the objects' coverage (T, size, size)."""
-    layout = random_layout(scene, size, generator)
+    layout = random_layout(scene, size, generator, phase)
     points = world_points(scene.camera, size)
     tone = 1 + PATTERN_CONTRAST * pattern(points, torch.tensor(layout.phase))
     base = torch.tensor(BACKGROUNDS[scene.background]).view(3, 1, 1, 1)
@@ -274,12 +277,17 @@ def render_one(scene: Scene, size: int, generator: torch.Generator) -> tuple[tor
     return clip * 2 - 1, cover
 
 
-def render_with_cover(scenes: Sequence[Scene], seed: int, size: int = UNIT) -> tuple[torch.Tensor, torch.Tensor]:
+def render_with_cover(
+    scenes: Sequence[Scene], seed: int, size: int = UNIT, phases: Sequence[tuple[float, float]] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Clips (B, 3, T, size, size) in [-1, 1] and the objects' coverage (B, T, size, size) in [0, 1].
 
-    Clip i depends on (scene i, seed + i) only.
+    Clip i depends on (scene i, seed + i) only, and on `phases[i]` where the patterns' phases are given.
     """
-    made = [render_one(scene, size, torch.Generator().manual_seed(seed + i)) for i, scene in enumerate(scenes)]
+    made = [
+        render_one(scene, size, torch.Generator().manual_seed(seed + i), phases and phases[i])
+        for i, scene in enumerate(scenes)
+    ]
     return torch.stack([clip for clip, _ in made]), torch.stack([cover for _, cover in made])
 
 
