@@ -3,7 +3,7 @@
 The first layers see all tokens. Behind them only the chosen ones are computed, with their own positions, and the others
 take over what the window did to them at the last full step. Attention still sees every token: keys and values of those
 that are not computed are remembered from that step. Without them the chosen tokens would be a clip of their own, and
-their prediction would be worse than none (`bench context`).
+their prediction would be no better than none (`bench context`).
 """
 
 from __future__ import annotations
