@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..grid import TokenGrid
 from ..reuse.window import TokenWindow
-from .common import Attend, ImageRotary, standing_in, through, through_window
+from .common import Attend, ImageRotary, standing_in, through_window
 
 NAME = "cogvideox"
 PIPELINES: tuple[str, ...] = ()
@@ -70,10 +70,8 @@ def _part(given: dict[str, Any], index: torch.Tensor) -> dict[str, Any]:
     return {} if rotary is None else {"image_rotary_emb": tuple(r[index] for r in rotary)}
 
 
-@contextmanager
-def windowed(transformer: torch.nn.Module, window: TokenWindow, below: Attend | None = None) -> Iterator[None]:
-    """Within the block, every transformer block goes through `window`, and its attention too, over `below` or the
-    model's own; the text stream is computed in full."""
-    blocks = through_window(blocks_of(transformer), window, _part)
-    with blocks, attending(transformer, through(window, below)):
-        yield
+def windowed(
+    transformer: torch.nn.Module, window: TokenWindow, below: Attend | None = None
+) -> AbstractContextManager[None]:
+    """Within the block, every transformer block and its attention go through `window`; text is computed in full."""
+    return through_window(blocks_of(transformer), window, _part, partial(attending, transformer), below)

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from ..attention.choice import Dense
+from ..reuse.context import Range
 from ..reuse.window import TokenWindow
-
-Range = tuple[int, int]
 
 
 class Attend(Protocol):
@@ -103,7 +102,7 @@ def standing_in(attentions: Sequence[Any], kind: type[StandIn], attend: Attend) 
 Part = Callable[[dict[str, Any], torch.Tensor], dict[str, Any]]
 
 
-def through(window: TokenWindow, below: Attend | None) -> Attend:
+def _over(window: TokenWindow, below: Attend | None) -> Attend:
     """Attention through a window, over another's attention or the model's own."""
 
     def attend(layer, dense, q, k, v, text=None):
@@ -114,8 +113,15 @@ def through(window: TokenWindow, below: Attend | None) -> Attend:
 
 
 @contextmanager
-def through_window(blocks: Sequence[torch.nn.Module], window: TokenWindow, part: Part) -> Iterator[None]:
-    """Within the block, these transformer blocks go through `window`, in this order; not yet their attention.
+def through_window(
+    blocks: Sequence[torch.nn.Module],
+    window: TokenWindow,
+    part: Part,
+    attending: Callable[[Attend], AbstractContextManager[None]],
+    below: Attend | None = None,
+) -> Iterator[None]:
+    """Within the block, these transformer blocks go through `window`, in this order, and their attention, which
+    `attending` puts in another's hands, too; over `below` or the model's own.
 
     `part(given, index)` gives those of a block's arguments that change when only the tokens in `index` are computed,
     `hidden_states` apart. A block may return its text stream beside the hidden states; that is computed in full.
@@ -146,7 +152,8 @@ def through_window(blocks: Sequence[torch.nn.Module], window: TokenWindow, part:
     try:
         for layer, block in enumerate(blocks):
             block.forward = wrapped(layer, block.forward)
-        yield
+        with attending(_over(window, below)):
+            yield
     finally:
         for block, forward in zip(blocks, before, strict=True):
             if forward is None:

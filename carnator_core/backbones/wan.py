@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from ..grid import TokenGrid
 from ..reuse.window import TokenWindow
 from ..signature.taps import Taps, middle_layer
-from .common import Attend, StandIn, of_tokens, standing_in, through, through_window
+from .common import Attend, StandIn, of_tokens, standing_in, through_window
 
 NAME = "wan"
 PIPELINES = ("WanPipeline",)  # classes of diffusers that `pipelines.attach` drives
@@ -109,10 +110,8 @@ def _part(given: dict[str, Any], index: torch.Tensor) -> dict[str, Any]:
     return {"rotary_emb": rotary, "temb": of_tokens(time, index) if time.ndim == 4 else time}  # Wan 2.2 5B
 
 
-@contextmanager
-def windowed(transformer: torch.nn.Module, window: TokenWindow, below: Attend | None = None) -> Iterator[None]:
-    """Within the block, every transformer block goes through `window`, and its attention too, over `below` or the
-    model's own."""
-    blocks = through_window(blocks_of(transformer), window, _part)
-    with blocks, attending(transformer, through(window, below)):
-        yield
+def windowed(
+    transformer: torch.nn.Module, window: TokenWindow, below: Attend | None = None
+) -> AbstractContextManager[None]:
+    """Within the block, every transformer block and its attention go through `window`."""
+    return through_window(blocks_of(transformer), window, _part, partial(attending, transformer), below)

@@ -82,11 +82,8 @@ def measure_pair(model: torch.nn.Module, pair: Pair, size: int, plan: Plan) -> l
     answers = CorrectedAnswer(DonorAnswer(donor, case.grid), plan)
     window = TokenWindow(layers)
     regions, memory = RegionSteps(window, case.grid, donor), window.context
-    ways = {
-        "alone": Alone(memory),
-        "pooled": Pooled(memory, case.grid),
-        "remembered": memory,
-    }  # this one writes, so last
+    ways = {"alone": Alone(memory), "pooled": Pooled(memory, case.grid)}
+    ways["remembered"] = memory  # last, as it writes
 
     def through(way: Context, sigma: float, x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
         window.context = way
@@ -142,7 +139,5 @@ def command(options: argparse.Namespace) -> int:
     told = {n: getattr(options, n) for n in ("pairs", "kind", "grid", "steps", "split", "seed", "dtype", "plan")}
     off = table(rows)
     result = {**told, "steps_measured": len(rows), "off": off}
-    print(
-        json.dumps(result) if options.json else "\n".join(f"{name:12} {value}" for name, value in table(rows).items())
-    )
+    print(json.dumps(result) if options.json else "\n".join(f"{name:12} {value}" for name, value in off.items()))
     return 0

@@ -40,8 +40,8 @@ POLICIES = {
     policy.name: policy
     for policy in (
         Policy("safe", 0.2, 2, 0.05),
-        Policy("balanced", 0.35, 3, 0.08, 2),
-        Policy("fast", 0.6, 4, 0.12, 1),
+        Policy("balanced", 0.35, 3, 0.08, regions=2),
+        Policy("fast", 0.6, 4, 0.12, regions=1),
     )
 }
 DEFAULT = "balanced"

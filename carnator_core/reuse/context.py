@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 import torch
 
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Range = tuple[int, int]
 
 BUDGET = 6 * 2**30  # bytes on the model's device
@@ -16,7 +15,8 @@ SPARE = 2 * 2**30  # bytes of a GPU that are left to the model
 class Context:
     """Keys and values of the video's tokens in a run of `depth` layers, for each forward of a step.
 
-    What would need more than `budget` bytes, or more than a GPU has left, is not kept: `refused` then says why.
+    What would need more than `budget` bytes, or more than a GPU has left, is not kept, nor what a host cannot hand
+    over: `refused` then says why.
     """
 
     def __init__(self, depth: int, budget: int | None = None):
@@ -27,6 +27,16 @@ class Context:
     def knows(self, forward: Hashable) -> bool:
         """Whether every layer of this forward is remembered."""
         return len(self._kept.get(forward, ())) == self.depth > 0
+
+    def missing(self) -> str:
+        """Why no forward is remembered after a full step; empty where one is."""
+        seen = any(self.knows(forward) for forward in self._kept)
+        return self.refused or ("" if seen else "the model's attention was not seen")
+
+    def refuse(self, reason: str) -> None:
+        """Keep nothing from now on."""
+        self.refused = reason
+        self.release()
 
     def forget(self, forward: Hashable) -> None:
         self._kept.pop(forward, None)
@@ -39,14 +49,14 @@ class Context:
         if self.refused:
             return
         layers = self._kept.setdefault(forward, {})
-        if not layers and not self._fits(k, v):
-            self.release()
+        reason = "" if layers else self._too_large(k, v)
+        if reason:
+            self.refuse(reason)
             return
         try:
             layers[layer] = _own(_video(k, text)), _own(_video(v, text))
         except torch.OutOfMemoryError:
-            self.refused = "the device has no memory left for keys and values"
-            self.release()
+            self.refuse("the device has no memory left for keys and values")
 
     def around(
         self, forward: Hashable, layer: int, index: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: Range | None
@@ -65,15 +75,15 @@ class Context:
             joint.append(torch.cat((words, known) if start == 0 else (known, words), dim=-2))
         return joint[0], joint[1]
 
-    def _fits(self, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """Whether another forward like this one may be kept; sets `refused`."""
+    def _too_large(self, k: torch.Tensor, v: torch.Tensor) -> str:
+        """Why another forward like this one may not be kept; empty where it may."""
         needed = self.depth * (k.nbytes + v.nbytes)
         total = needed * max(1, len(self._kept))
         if total > self.budget:
-            self.refused = f"keys and values would take {_gb(total)}, more than {_gb(self.budget)}"
-        elif k.is_cuda and needed + SPARE > _left(k.device):
-            self.refused = f"the device has too little memory left to keep {_gb(needed)} of keys and values"
-        return not self.refused
+            return f"keys and values would take {_gb(total)}, more than {_gb(self.budget)}"
+        if k.is_cuda and needed + SPARE > _left(k.device):
+            return f"the device has too little memory left to keep {_gb(needed)} of keys and values"
+        return ""
 
 
 def _video(x: torch.Tensor, text: Range | None) -> torch.Tensor:

@@ -399,12 +399,12 @@ class Run:
         regions = RegionSteps(self._window, self.grid, donor, self._region)
         if foreseen:
             regions.look(*self._last)
-            refused = self._window.context.refused
-            if refused:
-                self.report.warnings.append(f"no region was computed: {refused}")
-            others = self._without_regions(plan)
-            dear = not self._forced and regions.cost_of(plan) > WORTH * others.forwards
-            if regions.scope is None or refused or dear:
+            others, missing = self._without_regions(plan), self._window.context.missing()
+            if missing:
+                self.report.warnings.append(f"no region was computed: {missing}")
+            if missing or regions.scope is None:
+                return others, None
+            if not self._forced and regions.cost_of(plan) > WORTH * others.forwards:
                 return others, None
         return plan, regions
 
@@ -417,7 +417,7 @@ class Run:
         self._regions.look(sigma, x0)
         self._answerer.weight = self._regions.weight
         later = [i for i in self.plan.region if i > index]
-        if later and (self._regions.scope is None or self._window.context.refused):
+        if later and (self._regions.scope is None or self._window.context.missing()):
             self.plan = self._answerer.plan = replace(self.plan, region=self.plan.region - {min(later)})
 
     def _look(self, index: int, sigma: float, x0: torch.Tensor) -> None:

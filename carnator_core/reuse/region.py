@@ -59,9 +59,8 @@ class RegionSteps:
         return 1 - self.window.share_of_layers() * (1 - self.scope.active_share)
 
     def cost_of(self, plan: Plan) -> float:
-        """Of a whole run under this plan, were the scope to stay; that of full steps without one."""
-        spared = 0.0 if self.scope is None else 1 - self.cost
-        return plan.forwards - spared * len(plan.region)
+        """Of a whole run under this plan, were the scope to stay."""
+        return plan.forwards - (1 - self.cost) * len(plan.region)
 
     def count(self) -> float:
         """Note one region step; its cost."""

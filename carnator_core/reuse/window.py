@@ -12,7 +12,8 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from .context import Attention, Context, Range
+from ..attention.choice import Dense
+from .context import Context, Range
 
 BEFORE = 0.2  # share of the layers before the window: 6 of 30
 
@@ -85,7 +86,7 @@ class TokenWindow:
 
     def attend(
         self,
-        dense: Attention,
+        dense: Dense,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -104,16 +105,21 @@ class TokenWindow:
             return dense(q, *self.context.around(self._forward, layer, self._index.to(k.device), k, v, text))
         if known:
             self.context.keep(self._forward, layer, k, v, text)
+        else:
+            self.context.refuse("the model's attention has a mask")
         return dense(q, k, v)
 
     def _enter(self, hidden: torch.Tensor, branches: Hashable) -> None:
         self._forward = self._count if branches is None else branches
-        self._count += 1
+        opens, self._count = self._count == 0, self._count + 1
         self._entry = hidden.clone()  # blocks of some hosts add to their input in place
         known = self._changes.get(self._forward)
         matches = known is not None and known.shape == hidden.shape
         self._partial = self._index is not None and matches and self.context.knows(self._forward)
-        if not self._partial:
+        if opens and not self._partial:  # a full step replaces all that is known, whatever its forwards are called
+            self._changes.clear()
+            self.context.release()
+        elif not self._partial:
             self.context.forget(self._forward)
 
     def _scattered(self, out: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

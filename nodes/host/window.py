@@ -100,10 +100,10 @@ def part_of_ltx(args: dict, index: torch.Tensor, tokens: int) -> dict:
 
 
 def part_of_hunyuan(args: dict, index: torch.Tensor, tokens: int) -> dict:
-    """Positions (b, 1, s, ...) and the mask (b, 1, s) are of the video's tokens and of the text behind them."""
-    positions, mask = args["pe"], args["attention_mask"]
-    seen = torch.cat((index, torch.arange(tokens, positions.shape[2], device=index.device)))
-    return {"pe": positions[:, :, seen], "attention_mask": None if mask is None else mask[..., seen]}
+    """Positions (b, 1, s, ...) are of the video's tokens and of the text behind them. A model with a mask computes no
+    region."""
+    seen = torch.cat((index, torch.arange(tokens, args["pe"].shape[2], device=index.device)))
+    return {"pe": args["pe"][:, :, seen]}
 
 
 def _times(vec: torch.Tensor, tokens: int, index: torch.Tensor) -> torch.Tensor:

@@ -154,6 +154,17 @@ def test_of_few_steps_a_hit_computes_the_region_and_a_miss_is_the_run_itself(hos
     assert same(missed, sampled(host, kind, family, "a green ball", steps=4))
 
 
+def test_where_attention_has_a_mask_no_region_is_computed_and_the_report_says_so(host, cache, generous):
+    model, kind = loaded("HunyuanVideo"), "HunyuanVideo"
+    mask = torch.ones(1, ROWS).long()
+    mask[:, -2:] = 0
+    how, fast = dict(steps=4, cfg=1.0, beside={"attention_mask": mask}), reusing(host, model, cache)
+    sampled(host, kind, fast, **how)
+    told = report(host, fast, sampled(host, kind, fast, OTHER, **how))
+    assert sorted(row["kind"] for row in told["steps"]) == ["dense", "dense", "dense", "skipped"]
+    assert any("no region was computed" in w and "mask" in w for w in told["warnings"])
+
+
 def test_the_signature_has_every_part(host, kind, family, cache):
     fast = reusing(host, family, cache)
     told = report(host, fast, sampled(host, kind, fast))

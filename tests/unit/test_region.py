@@ -205,7 +205,19 @@ def test_a_masked_attention_is_not_remembered():
     window.begin(None)
     for layer in (0, 1):
         window.block(layer, hidden, lambda h, _: window.attend(lambda q, k, v: q, h, h, h, known=False))
-    assert not window.context.knows(0)
+    assert not window.context.knows(0) and "mask" in window.context.missing()
+
+
+def test_a_full_step_whose_forwards_have_other_names_replaces_what_was_known():
+    """A host that is short of memory computes the guidance branches in turn, from step to step as it can."""
+    window, hidden = TokenWindow(2), torch.zeros(1, 6, 4)
+    assert "not seen" in window.context.missing()
+    for names in (((0, 1),), ((0,), (1,))):
+        window.begin(None)
+        for name in names:
+            for layer in (0, 1):
+                window.block(layer, hidden, lambda h, _: attended(window, h), name)
+    assert [window.context.knows(name) for name in ((0, 1), (0,), (1,))] == [False, True, True]
 
 
 def test_the_models_own_blocks_return_after_an_error(model):
