@@ -30,7 +30,6 @@ from ..reuse.correction import CorrectedAnswer
 from ..reuse.plan import Plan
 from ..reuse.region import RegionSteps
 from ..reuse.trajectory import Trajectory
-from ..reuse.window import TokenWindow
 from .bench import plan_named
 from .methods import Case
 from .options import add_case_options, add_pair_options, check, load_model
@@ -44,7 +43,10 @@ class Alone(Context):
 
     def __init__(self, memory: Context):
         super().__init__(memory.depth)
-        self._kept = memory._kept
+        self.memory = memory
+
+    def knows(self, forward):
+        return self.memory.knows(forward)
 
     def around(self, forward, layer, index, k, v, text):
         return k, v
@@ -60,7 +62,7 @@ class Pooled(Alone):
     def around(self, forward, layer, index, k, v, text):
         left = torch.ones(self.grid.tokens)
         left[index] = 0
-        kept = zip(self._kept[forward][layer], (k, v), strict=True)
+        kept = zip(self.memory.remembered(forward, layer), (k, v), strict=True)
         rows = [torch.cat((new, self._means(old, left)), -2) for old, new in kept]
         return rows[0], rows[1]
 
@@ -80,8 +82,8 @@ def measure_pair(model: torch.nn.Module, pair: Pair, size: int, plan: Plan) -> l
     case, backbone, layers = Case.of(model, [pair], size, plan), backbones.find(model), len(model.blocks)
     donor = Trajectory(plan.sigmas, case.donor_x0)
     answers = CorrectedAnswer(DonorAnswer(donor, case.grid), plan)
-    window = TokenWindow(layers)
-    regions, memory = RegionSteps(window, case.grid, donor), window.context
+    regions = RegionSteps(layers, case.grid)
+    window, memory = regions.window, regions.window.context
     ways = {"alone": Alone(memory), "pooled": Pooled(memory, case.grid)}
     ways["remembered"] = memory  # last, as it writes
 
@@ -91,6 +93,7 @@ def measure_pair(model: torch.nn.Module, pair: Pair, size: int, plan: Plan) -> l
         with backbone.windowed(model, window):
             return case.wanted.x0(x, sigma)
 
+    regions.follow(donor)
     x, levels, rows = case.noise, [*plan.sigmas, 0.0], []
     for i, sigma in enumerate(plan.sigmas):
         if plan.kind(i) == "skipped":

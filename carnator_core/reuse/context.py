@@ -28,6 +28,10 @@ class Context:
         """Whether every layer of this forward is remembered."""
         return len(self._kept.get(forward, ())) == self.depth > 0
 
+    def remembered(self, forward: Hashable, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (..., s, d) of one layer, themselves and no copies. KeyError where none are kept."""
+        return self._kept[forward][layer]
+
     def missing(self) -> str:
         """Why no forward is remembered after a full step; empty where one is."""
         seen = any(self.knows(forward) for forward in self._kept)
@@ -63,7 +67,7 @@ class Context:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of all tokens, given those of the tokens in `index`, which are remembered from now on, and of
         the text."""
-        kept = self._kept[forward][layer]
+        kept = self.remembered(forward, layer)
         for known, new in zip(kept, (k, v), strict=True):
             known.index_copy_(-2, index, _video(new, text).to(known.dtype))
         if text is None:

@@ -96,10 +96,8 @@ class Run:
         self._tainted = ""  # why this run must not become a donor
         self._stopped = ""  # why reuse ended early
         self._answerer: CorrectedAnswer | PartlyCorrected | None = None
-        self._layers, self._region = layers, region
         self.refresh = REFRESH if refresh is None else refresh
-        self._regions: RegionSteps | None = None
-        self._window: TokenWindow | None = None
+        self._regions = RegionSteps(layers, grid, region)
         self._partly = False  # whether the call under way was to compute a region
         self._spread: float | None = None
         self._seen: set[int] = set()
@@ -158,27 +156,21 @@ class Run:
 
     def region_planned(self, sigma: float) -> bool:
         """Whether the call at this level is to compute a part of the tokens; ask after `answer`."""
-        planned = self._regions is not None and self.plan.kind(step_of(sigma, self.sigmas)) == "region"
+        planned = self.plan.kind(step_of(sigma, self.sigmas)) == "region"
         return planned and not self._stopped and self._regions.scope is not None
 
     def window_at(self, sigma: float) -> TokenWindow | None:
         """What the transformer's blocks must go through at this call, if anything; ask after `answer`."""
         self._partly = self.region_planned(sigma)
-        if (
-            self._regions is not None
-            and not self._stopped
-            and step_of(sigma, self.sigmas) <= max(self.plan.region, default=-1)
-        ):
+        if self._stopped:
+            return None
+        if step_of(sigma, self.sigmas) <= max(self.plan.region, default=-1):
             return self._regions.begin(self._partly)
-        if self._regions is None and self.probing_last(sigma) and self._foresees_regions():
-            self._window = TokenWindow(self._layers)
-            self._window.begin(None)
-            return self._window
-        return None
+        return self._regions.foresee() if self.probing_last(sigma) and self._foresees_regions() else None
 
     def _foresees_regions(self) -> bool:
         """Whether a region step may come before any other full one, so that the probe must remember for it."""
-        if self.bank.mode == "off" or self._stopped or not RegionSteps.possible(self._layers):
+        if self.bank.mode == "off" or not self._regions.possible:
             return False
         plan = self._forced or self._planned()
         first = next((i for i in range(self.probe, self.steps) if plan.kind(i) != "skipped"), None)
@@ -219,7 +211,7 @@ class Run:
                 self._spread = float(x0.std())
             if self._answerer is not None and row.kind == "dense":
                 self._guarded(lambda: self._look(index, sigma, x0))
-                if self._regions is not None and not self._stopped:
+                if self._regions.donor is not None and not self._stopped:
                     self._guarded(lambda: self._look_for_region(index, sigma, x0))
             elif index < self.probe:
                 self._probed = [*self._probed[-MEMORY + 1 :], (sigma, x0.clone())]
@@ -307,9 +299,8 @@ class Run:
     def _respond(self, index: int, sigma: float) -> torch.Tensor | None:
         if index >= self.probe and not self._decided:
             self._decide()
-            if self._window is not None and self._regions is None:  # what was remembered serves nobody
-                self._window.release()
-                self._window = None
+            if self._regions.donor is None:  # what was remembered serves nobody
+                self._regions.release()
         if self._stopped or self.plan.kind(index) != "skipped":
             return None
         return self._answer(sigma)
@@ -318,10 +309,8 @@ class Run:
         self._kept.clear()
         self._probed.clear()
         self._answerer, self._last = None, None
-        if self._regions is not None:
-            self.report.scope.active, self.report.scope.context = self._regions.shares()
-        if self._window is not None:
-            self._window.release()
+        self.report.scope.active, self.report.scope.context = self._regions.shares()
+        self._regions.release()
         if self.taps:
             self.taps.release()
 
@@ -373,40 +362,37 @@ class Run:
             return
         self._tainted = "a reused trajectory never becomes a donor"
         donor = Trajectory(entry.sigmas, predictions.to(self._last[1].device))
-        plan, self._regions = self._with_regions(plan, donor)
-        self.report.decision, self.plan = "joint", plan
+        self.report.decision = "joint"
+        self.plan = plan = self._with_regions(plan, donor)
         kind = self.request.identity.parametrisation
         if plan.region:
             self._answerer = PartlyCorrected(lambda: DonorAnswer(donor, self.grid), plan, kind)
+            self._answerer.weight = self._regions.weight
         else:
             self._answerer = CorrectedAnswer(DonorAnswer(donor, self.grid), plan, kind)
         for sigma, x0 in self._probed:
             self._answerer.observe(sigma, x0)
-        if self._regions is not None:
-            self._answerer.weight = self._regions.weight
         self._kept.clear()
 
-    def _with_regions(self, plan: Plan, donor: Trajectory) -> tuple[Plan, RegionSteps | None]:
-        """The plan, and what its region steps need; a plan without any where they are not to be had."""
+    def _with_regions(self, plan: Plan, donor: Trajectory) -> Plan:
+        """The plan, with regions where it is to have any and they are to be had."""
         if not self._forced and not plan.region:
             plan = plan.regional(self.refresh)
         if not plan.region:
-            return plan, None
-        if not RegionSteps.possible(self._layers):
-            return self._without_regions(plan), None
-        foreseen = self._window is not None
-        self._window = self._window or TokenWindow(self._layers)
-        regions = RegionSteps(self._window, self.grid, donor, self._region)
-        if foreseen:
-            regions.look(*self._last)
-            others, missing = self._without_regions(plan), self._window.context.missing()
-            if missing:
-                self.report.warnings.append(f"no region was computed: {missing}")
-            if missing or regions.scope is None:
-                return others, None
-            if not self._forced and regions.cost_of(plan) > WORTH * others.forwards:
-                return others, None
-        return plan, regions
+            return plan
+        others = self._without_regions(plan)
+        if not self._regions.possible:
+            return others
+        self._regions.follow(donor)
+        if self._regions.foreseen:
+            self._regions.look(*self._last)
+        missing = self._regions.missing()
+        if missing:
+            self.report.warnings.append(f"no region was computed: {missing}")
+        elif self._regions.pay(plan, math.inf if self._forced else WORTH * others.forwards):
+            return plan
+        self._regions.release()
+        return others
 
     def _without_regions(self, plan: Plan) -> Plan:
         """What takes a plan's place where regions are not to be had."""
@@ -417,7 +403,7 @@ class Run:
         self._regions.look(sigma, x0)
         self._answerer.weight = self._regions.weight
         later = [i for i in self.plan.region if i > index]
-        if later and (self._regions.scope is None or self._window.context.missing()):
+        if later and not self._regions.ready:
             self.plan = self._answerer.plan = replace(self.plan, region=self.plan.region - {min(later)})
 
     def _look(self, index: int, sigma: float, x0: torch.Tensor) -> None:
@@ -440,7 +426,7 @@ class Run:
             self.plan = self._answerer.plan = halved(self.plan, index)
 
     def _planned(self, regions: bool = True) -> Plan:
-        regions = regions and RegionSteps.possible(self._layers)
+        regions = regions and self._regions.possible
         return plan_of(self.policy, self.sigmas, self.probe, self.request.identity.parametrisation, regions)
 
     def _answer(self, sigma: float) -> torch.Tensor | None:

@@ -18,18 +18,40 @@ from .window import TokenWindow
 
 
 class RegionSteps:
-    """`window`: what the run's blocks go through. `forced`: a region (t, h, w) to take whatever differs."""
+    """`layers`: how many blocks the host can send through a window, 0 for none. `forced`: a region (t, h, w) to take
+    whatever differs. Nothing is kept before `foresee` or `follow`."""
 
-    def __init__(self, window: TokenWindow, grid: TokenGrid, donor: Trajectory, forced: torch.Tensor | None = None):
-        self.window, self.grid, self.donor, self.forced = window, grid, donor, forced
+    def __init__(self, layers: int, grid: TokenGrid, forced: torch.Tensor | None = None):
+        self.window, self.grid, self.forced = TokenWindow(layers), grid, forced
+        self.donor: Trajectory | None = None  # None before a hit that has region steps
         self.scope: Scope | None = None
+        self.foreseen = False  # whether the window saw the probe's last step
         self._weight: torch.Tensor | None = None
         self._shares: list[float] = []
 
-    @staticmethod
-    def possible(layers: int) -> bool:
-        """Whether a transformer of so many blocks has a middle."""
-        return layers > 0 and TokenWindow(layers).depth > 0
+    @property
+    def possible(self) -> bool:
+        """Whether the transformer has enough blocks to have a middle."""
+        return self.window.depth > 0
+
+    def foresee(self) -> TokenWindow:
+        """The window for the probe's last step, if a region step may be the next to be computed."""
+        self.foreseen = True
+        return self.begin(False)
+
+    def follow(self, donor: Trajectory) -> None:
+        """A hit with region steps begins."""
+        self.donor = donor
+
+    def missing(self) -> str:
+        """Why no region can be computed though the probe's last step was foreseen to come before one; empty if it can,
+        or was not foreseen."""
+        return self.window.context.missing() if self.foreseen else ""
+
+    def pay(self, plan: Plan, dearest: float) -> bool:
+        """Whether the plan costs no more than `dearest`, as far as that is known: a step that was not foreseen to come
+        before a region tells nothing."""
+        return not self.foreseen or (self.scope is not None and self.cost_of(plan) <= dearest)
 
     def look(self, sigma: float, x0: torch.Tensor) -> None:
         """After a full step: the scope of the region steps that follow, None where all had better be full."""
@@ -37,6 +59,16 @@ class RegionSteps:
         self.scope = scope_of(region, self.grid)
         if self.scope is not None:
             self._weight = self.grid.to_latent(self.scope.weight[None, None].to(x0.device), tuple(x0.shape))
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next step could compute a region."""
+        return self.scope is not None and not self.window.context.missing()
+
+    def release(self) -> None:
+        """Give the memory back; no region step follows."""
+        self.window.release()
+        self.donor = self.scope = None
 
     def begin(self, planned: bool) -> TokenWindow:
         """The window, ready for one step: a region if that is planned and there is a scope, else all tokens."""

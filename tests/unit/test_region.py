@@ -329,8 +329,9 @@ def test_a_difference_nearly_everywhere_makes_region_steps_full_ones(lent):
 def test_the_scope_follows_the_difference_from_full_step_to_full_step():
     grid = TokenGrid(1, 16, 16)
     donor = torch.randn(2, 1, 4, 1, 32, 32, generator=torch.Generator().manual_seed(0))
-    steps = RegionSteps(TokenWindow(30), grid, Trajectory([0.9, 0.5], donor))
-    assert RegionSteps.possible(30) and not RegionSteps.possible(0) and not RegionSteps.possible(1)
+    steps = RegionSteps(30, grid)
+    assert steps.possible and not RegionSteps(0, grid).possible and not RegionSteps(1, grid).possible
+    steps.follow(Trajectory([0.9, 0.5], donor))
     steps.look(0.9, donor[0])
     assert steps.scope is None  # nothing differs yet
     moved = donor[1].clone()
