@@ -145,6 +145,12 @@ class Distiller:
             self.refill()
         self.lora.copy_(train.below("lora.", tensors))
 
+    def start_from(self, companion: Path) -> None:
+        """Begin with the factors of another LoRA, as one of weights that these were trained from. ValueError when it
+        does not fit."""
+        self.lora.copy_(of_same_shape(lora.load(companion), self.lora))
+        self.made_by = self._factors()
+
     def _autocast(self) -> torch.autocast:
         kind = torch.device(self.device).type
         return torch.autocast(kind, self.dtype, enabled=self.dtype != torch.float32)
@@ -213,6 +219,15 @@ class Distiller:
         sheet.of_model(merged.eval(), path, steps=few_step.STEPS, guidance=few_step.GUIDANCE)
 
 
+def of_same_shape(found: lora.Lora, like: lora.Lora) -> dict[str, torch.Tensor]:
+    """The factors of a LoRA, for `Lora.copy_`; ValueError where one is missing or of another rank."""
+    own, wanted = found.tensors(), like.tensors()
+    wrong = [name for name, factor in wanted.items() if name not in own or own[name].shape != factor.shape]
+    if wrong:
+        raise ValueError(f"the LoRA to start from has no {wrong[0]} of {tuple(wanted[wrong[0]].shape)}; check --rank")
+    return {name: own[name] for name in wanted}
+
+
 def optimisers(factors: lora.Lora, rate: float) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(factors.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0)]
 
@@ -242,6 +257,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="carnator_core.mini.distill", description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/few"), help="checkpoint, LoRA, log and sample sheets")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
+    parser.add_argument("--init", type=Path, help="start from this LoRA, with fresh optimiser state")
     parser.add_argument("--teacher", type=Path, default=mini.WEIGHTS, help="weights of the embedded model")
     parser.add_argument("--steps", type=int, default=1280)
     parser.add_argument("--batch", type=int, default=32, help="clips a step on the small grid; a quarter on the large")
@@ -279,6 +295,8 @@ def main(argv: list[str] | None = None) -> int:
     distiller = Distiller(settings, options.teacher, options.out, options.device, options.compile)
     if options.resume:
         distiller.resume()
+    elif options.init:
+        distiller.start_from(options.init)
     train.run(distiller, options.save_every, options.sheet_every)
     return 0
 

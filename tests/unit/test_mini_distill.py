@@ -62,6 +62,19 @@ def test_resuming_nothing_says_so(teacher, tmp_path):
         distiller(teacher, tmp_path).resume()
 
 
+def test_a_companion_may_start_from_another_one_s_factors(teacher, tmp_path):
+    earlier = distiller(teacher, tmp_path / "earlier")
+    [earlier.train_step() for _ in range(4)]
+    earlier.save()
+    later = distiller(teacher, tmp_path / "later", own_from=0.0)
+    later.start_from(earlier.result)
+    for name, factor in later.lora.tensors().items():
+        torch.testing.assert_close(factor, earlier.lora.tensors()[name], rtol=1e-2, atol=1e-3)  # kept in bfloat16
+    assert math.isfinite(later.train_step())
+    with pytest.raises(ValueError, match="--rank"):
+        distiller(teacher, tmp_path / "other", rank=2).start_from(earlier.result)
+
+
 def test_the_student_comes_nearer_to_the_guided_teacher_than_the_plain_model_at_equal_forwards(teacher, tmp_path):
     out = tmp_path / "run"
     arguments = ["--out", str(out), "--teacher", str(teacher), "--steps", "64", "--batch", "4", "--rank", "8",
