@@ -33,12 +33,25 @@ def backends(q: torch.Tensor) -> list[str]:
 
 @dataclass(frozen=True)
 class _Group:
-    """Query blocks of one call: their numbers (g,), their key blocks (g * count,), and keys per query block."""
+    """Query blocks of one call: their numbers, their key blocks (g * count,), and how many keys each attends to. The
+    key blocks of one with fewer keys than the others end in some that are not its own."""
 
-    queries: torch.Tensor
+    numbers: list[int]
     keys: torch.Tensor
-    length: int
+    lengths: list[int]
     run: tuple[int, int] | None  # the first block and the count, where one query block's keys lie side by side
+
+    @property
+    def length(self) -> int:
+        return max(self.lengths)
+
+    def of(self, blocks: torch.Tensor) -> torch.Tensor:
+        """These query blocks (g, ...) of all; a view where one or two are asked for."""
+        first, *others = self.numbers
+        if len(others) < 2:
+            last = others[0] if others else first
+            return blocks[first : last + 1 : max(1, last - first)]
+        return blocks.index_select(0, torch.tensor(self.numbers, device=blocks.device))
 
 
 def sparse_attention(
@@ -116,31 +129,32 @@ def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
     return x.reshape(-1, block * x.shape[3])
 
 
-def _groups(keep: torch.Tensor, block: tuple[int, int], tokens: int, pairs: int) -> Iterator[_Group]:
-    """Calls that together cover keep (b * heads, query blocks, key blocks), in the order of their first query block.
-
-    That order keeps the keys of one head in the cache for as long as they are needed.
+def _groups(
+    keep: torch.Tensor, block: tuple[int, int], tokens: int, pairs: int, least: int, padded: bool
+) -> Iterator[_Group]:
+    """Calls that together cover keep (b * heads, query blocks, key blocks), of `pairs` query-key pairs but at least
+    `least` query blocks each. Query blocks of a call have equally many keys or, where it may be `padded`, nearly so;
+    then they are of one head, whose keys stay in the cache for as long as they are needed.
     """
     heads, queries, total = keep.shape
-    flat = keep.cpu().reshape(-1, total)
-    last = flat[:, -1].long() * (-tokens % block[1])  # missing tokens of a kept last block
-    lengths = flat.sum(1) * block[1] - last
-    indices = flat.nonzero()[:, 1] + (torch.arange(heads) * total).repeat_interleave(flat.view(heads, -1).sum(1))
-    ends = flat.sum(1).cumsum(0)
-    members: dict[int, list[int]] = {}
-    for number, length in enumerate(lengths.tolist()):
-        members.setdefault(length, []).append(number)
-    chunks = []
-    for length, numbers in members.items():
-        size = min(LARGEST_GROUP, max(1, pairs // (block[0] * length)))
-        chunks += [(numbers[i : i + size], length) for i in range(0, len(numbers), size)]
-    for numbers, length in sorted(chunks):
-        count = -(-length // block[1])
-        keys = [indices[ends[n] - count : ends[n]] for n in numbers]
-        first = int(keys[0][0])
-        beside = len(numbers) == 1 and int(keys[0][-1]) - first + 1 == count
-        run = (first, count) if beside else None
-        yield _Group(torch.tensor(numbers), torch.cat(keys), length, run)
+    keep = keep.cpu()
+    lengths = keep.sum(-1) * block[1] - keep[..., -1].long() * (-tokens % block[1])  # the last block may be shorter
+    # The kept blocks of each query block in order, then the others.
+    order = keep.logical_not().to(torch.uint8).argsort(stable=True, dim=-1)
+    order = (order + (torch.arange(heads) * total).view(-1, 1, 1)).view(-1, total)
+    ranked = sorted(
+        (number // queries if padded else 0, length, number) for number, length in enumerate(lengths.flatten().tolist())
+    )
+    while ranked:
+        head, length, _ = ranked[0]
+        size = min(LARGEST_GROUP, max(least, pairs // (block[0] * length)))
+        chunk = [row for row in ranked[:size] if row[0] == head and (padded or row[1] == length)]
+        ranked = ranked[len(chunk) :]
+        chunk.sort(key=lambda row: row[2])
+        numbers, own = [row[2] for row in chunk], [row[1] for row in chunk]
+        keys = order[numbers, : -(-max(own) // block[1])].flatten()
+        beside = len(numbers) == 1 and int(keys[-1] - keys[0]) + 1 == len(keys)
+        yield _Group(numbers, keys, own, (int(keys[0]), len(keys)) if beside else None)
 
 
 def _gathered(
@@ -151,18 +165,26 @@ def _gathered(
     queries = _blocks(q * scale if backend == STEPS else q, block[0])
     keys, values = _blocks(k, block[1]), _blocks(v, block[1])
     out = torch.empty_like(queries)
-    pairs = PAIRS[backend] * torch.get_num_threads() if device.type == "cpu" else PAIRS_GPU
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    pairs = PAIRS[backend] * threads if device.type == "cpu" else PAIRS_GPU
     scratch = _Scratch(q)
-    for group in _groups(keep, block, k.shape[2], pairs):
-        chosen = group.queries.to(device)
-        mine = queries.index_select(0, chosen).view(-1, block[0], size)
+    for group in _groups(keep, block, k.shape[2], pairs, threads, backend == STEPS):
+        mine = group.of(queries).view(-1, block[0], size)
         if backend == STEPS:
             answer = _steps(mine, keys, values, group, scratch)
         else:
             near = [_near(x, group, size, scratch, name)[:, None] for name, x in (("keys", keys), ("values", values))]
             answer = F.scaled_dot_product_attention(mine[:, None], *near, scale=scale)
-        out.index_copy_(0, chosen, answer.reshape(len(chosen), -1))
+        _put(out, group, answer.reshape(len(group.numbers), -1))
     return out.view(*q.shape[:2], -1, size)[:, :, : q.shape[2]]
+
+
+def _put(out: torch.Tensor, group: _Group, answer: torch.Tensor) -> None:
+    """Writes the answers (g, ...) of a group's query blocks to their places."""
+    if len(group.numbers) <= 2:
+        group.of(out).copy_(answer)
+    else:
+        out.index_copy_(0, torch.tensor(group.numbers, device=out.device), answer)
 
 
 class _Scratch:
@@ -187,7 +209,7 @@ def _near(blocks: torch.Tensor, group: _Group, size: int, scratch: _Scratch, nam
         return blocks[first : first + count].view(1, -1, size)[:, : group.length]
     held = scratch(name, len(group.keys), blocks.shape[1])
     torch.index_select(blocks, 0, group.keys.to(blocks.device), out=held)
-    return held.view(len(group.queries), -1, size)[:, : group.length]
+    return held.view(len(group.numbers), -1, size)[:, : group.length]
 
 
 def _steps(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _Group, scratch: _Scratch):
@@ -199,6 +221,9 @@ def _steps(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _Gr
     near = _near(keys, group, size, scratch, "near")
     weights = scratch("weights", count, block, group.length)
     torch.bmm(q, near.transpose(1, 2), out=weights)
+    for row, length in enumerate(group.lengths):
+        if length < group.length:
+            weights[row, :, length:] = -torch.inf
     torch.softmax(weights, -1, out=weights)
     near = _near(values, group, size, scratch, "near")
     return torch.bmm(weights, near, out=scratch("answer", count, block, size))

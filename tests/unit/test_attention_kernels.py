@@ -200,10 +200,14 @@ def test_sparse_is_chosen_where_it_wins_and_measured_once():
 def test_dense_stays_the_hosts_own_where_sparse_does_not_win():
     q, k, v = tensors(0, 1, 2, 64, 64, 8)
     mask = bench.random_mask(2, 64, (8, 4), 0.9)
-    host, chooser = Host(repeats=1), Chooser()
+    chooser = Chooser()
+
+    def host(q, k, v):
+        return v  # takes no time at all
+
     choice = chooser.choose(host, q, k, v, mask)
     assert choice.backend is None and choice.reason.startswith("attention stays dense")
-    assert torch.equal(chooser.attend(host, q, k, v, mask), host(q, k, v))
+    assert chooser.attend(host, q, k, v, mask) is v
 
 
 def test_a_full_mask_is_never_timed():
