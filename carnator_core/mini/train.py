@@ -32,7 +32,7 @@ from .seeds import FIT
 
 EMA_DECAY = 0.999
 DROP_CAPTION = 0.1
-OBJECT_WEIGHT = 2.0  # how much more the objects and their outlines count, where little noise is left
+OBJECT_WEIGHT = 5.0  # how much more the objects and their outlines count, where little noise is left
 
 
 @dataclass
