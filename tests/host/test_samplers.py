@@ -11,7 +11,7 @@ SAMPLERS = ("euler", "dpmpp_2m", "uni_pc", "res_multistep")
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("cfg", [4.0, 1.0])
+@pytest.mark.parametrize("cfg", [2.0, 1.0])  # far above the model's own guidance uni_pc's plain run is unstable
 def test_cold_equals_the_host_then_exact_then_a_changed_word_is_joint(host, model, cache, sampler, cfg):
     plain = sampled(host, model, sampler_name=sampler, cfg=cfg)
     fast = reusing(host, model, cache)
