@@ -123,11 +123,15 @@ def measure(model: torch.nn.Module, wanted: Timed, tokens: int, repeats: int) ->
                 "joint": lambda: _reused(make, other, cold, wanted, latent, region),
                 "skip_only": lambda: _reused(make, other, cold, _skips_of(wanted), latent, None),
             }
+            if not plan.skipped:  # without its regions such a plan is the full run
+                del runs["skip_only"]
             for name, run in runs.items():
                 seconds, peaks[name], clip = timed(run)
                 found[name].append((seconds, clip.report.seconds["model"]))
                 if name == "joint":
                     last = clip
+    if not plan.skipped:
+        found["skip_only"], peaks["skip_only"] = found["dense"], peaks["dense"]
     ratios = {
         name: [
             statistics.median(dense[i] / mine[i] for dense, mine in zip(found["dense"], found[name], strict=True))

@@ -74,6 +74,19 @@ def test_quality_writes_rows_and_a_plan_that_speed_runs(tmp_path, capsys):
     assert less == pytest.approx(paced["hits_less_dense"][0], abs=1e-3)
 
 
+def test_a_plan_of_regions_alone_is_timed_against_the_full_run(tmp_path, capsys):
+    levels = [1.0, 0.9, 0.75, 0.5]
+    steps = [{"sigma": s, "kind": kind} for s, kind in zip(levels, ("dense", "region", "region", "dense"), strict=True)]
+    quality = {"hits": 1, "faithfulness": 1.0, "faithfulness_dense": 1.0}
+    told = {"steps": steps, "active": 0.2, "evidence": 0.1, "density": None, "kept": None, "quality": quality}
+    (tmp_path / "plan.json").write_text(json.dumps({"plans": {"drrd": told}}))
+    how = ["--tokens", "320", "--repeats", "1", "--json"]
+    assert main(["bench", "speed", "--plan", str(tmp_path / "plan.json"), *how]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["plan"] == "#oo#" and found["skip_only_speedup"] == 1
+    assert found["joint_speedup"] == found["dit_speedup"]
+
+
 def test_speed_without_a_plan_says_what_writes_one(tmp_path, capsys):
     (tmp_path / "plan.json").write_text('{"plans": {"policy": null}}')
     with pytest.raises(SystemExit):
