@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,12 +36,14 @@ def default_blocks(tokens: int) -> tuple[int, int]:
 class BlockMask:
     """keep (heads, query blocks, key blocks), bool; `block` and `tokens` are (queries, keys) in tokens.
 
-    The last block of either axis may be shorter. Every query block keeps a key block; ValueError otherwise.
+    The last block of either axis may be shorter. Every query block keeps a key block; ValueError otherwise. `keep` must
+    not be changed in place: `plans` holds what a kernel made of it.
     """
 
     keep: torch.Tensor
     block: tuple[int, int]
     tokens: tuple[int, int]
+    plans: dict[tuple, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.block, self.tokens = tuple(map(int, self.block)), tuple(map(int, self.tokens))

@@ -37,21 +37,18 @@ class _Group:
     key blocks of one with fewer keys than the others end in some that are not its own."""
 
     numbers: list[int]
+    rows: torch.Tensor  # the same numbers
     keys: torch.Tensor
     lengths: list[int]
+    length: int  # the largest of them
     run: tuple[int, int] | None  # the first block and the count, where one query block's keys lie side by side
-
-    @property
-    def length(self) -> int:
-        return max(self.lengths)
 
     def of(self, blocks: torch.Tensor) -> torch.Tensor:
         """These query blocks (g, ...) of all; a view where one or two are asked for."""
-        first, *others = self.numbers
-        if len(others) < 2:
-            last = others[0] if others else first
+        if len(self.numbers) <= 2:
+            first, last = self.numbers[0], self.numbers[-1]
             return blocks[first : last + 1 : max(1, last - first)]
-        return blocks.index_select(0, torch.tensor(self.numbers, device=blocks.device))
+        return blocks.index_select(0, self.rows.to(blocks.device))
 
 
 def sparse_attention(
@@ -123,60 +120,85 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Sequence[Bl
 
 
 def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
-    """(b, heads, tokens, d) -> (b * heads * blocks, block * d), the last block of each head padded with zeros."""
+    """(b, heads, tokens, d) -> (b, heads * blocks, block * d), the last block of each head padded with zeros."""
     pad = -x.shape[2] % block
     x = F.pad(x, (0, 0, 0, pad)) if pad else x
-    return x.reshape(-1, block * x.shape[3])
+    return x.reshape(x.shape[0], -1, block * x.shape[3])
 
 
-def _groups(
-    keep: torch.Tensor, block: tuple[int, int], tokens: int, pairs: int, least: int, padded: bool
-) -> Iterator[_Group]:
-    """Calls that together cover keep (b * heads, query blocks, key blocks), of `pairs` query-key pairs but at least
-    `least` query blocks each. Query blocks of a call have equally many keys or, where it may be `padded`, nearly so;
-    then they are of one head, whose keys stay in the cache for as long as they are needed.
+def _plan(mask: BlockMask, pairs: int, least: int, padded: bool) -> list[_Group]:
+    """The calls for one mask; kept with it, since a run meets its masks again at every step."""
+    key = (pairs, least, padded)
+    if key not in mask.plans:
+        mask.plans[key] = list(_groups(mask, pairs, least, padded))
+    return mask.plans[key]
+
+
+def _groups(mask: BlockMask, pairs: int, least: int, padded: bool) -> Iterator[_Group]:
+    """Calls that together cover all query blocks of all heads, of `pairs` query-key pairs but at least `least` query
+    blocks each. Query blocks of a call have equally many keys or, where it may be `padded`, nearly so; then they are of
+    one head, whose keys stay in the cache for as long as they are needed.
     """
+    keep, block, tokens = mask.keep.cpu(), mask.block, mask.tokens[1]
     heads, queries, total = keep.shape
-    keep = keep.cpu()
     lengths = keep.sum(-1) * block[1] - keep[..., -1].long() * (-tokens % block[1])  # the last block may be shorter
     # The kept blocks of each query block in order, then the others.
     order = keep.logical_not().to(torch.uint8).argsort(stable=True, dim=-1)
-    order = (order + (torch.arange(heads) * total).view(-1, 1, 1)).view(-1, total)
+    order = (order + (torch.arange(heads) * total).view(-1, 1, 1)).view(-1, total).int()
     ranked = sorted(
         (number // queries if padded else 0, length, number) for number, length in enumerate(lengths.flatten().tolist())
     )
     while ranked:
         head, length, _ = ranked[0]
-        size = min(LARGEST_GROUP, max(least, pairs // (block[0] * length)))
-        chunk = [row for row in ranked[:size] if row[0] == head and (padded or row[1] == length)]
+        chunk = [row for row in ranked[:LARGEST_GROUP] if row[0] == head and (padded or row[1] == length)]
+        while len(chunk) > least and len(chunk) * block[0] * chunk[-1][1] > pairs:
+            chunk.pop()
+        if len(chunk) > least:
+            del chunk[len(chunk) - len(chunk) % least :]  # as many for each thread
         ranked = ranked[len(chunk) :]
         chunk.sort(key=lambda row: row[2])
         numbers, own = [row[2] for row in chunk], [row[1] for row in chunk]
         keys = order[numbers, : -(-max(own) // block[1])].flatten()
         beside = len(numbers) == 1 and int(keys[-1] - keys[0]) + 1 == len(keys)
-        yield _Group(numbers, keys, own, (int(keys[0]), len(keys)) if beside else None)
+        run = (int(keys[0]), len(keys)) if beside else None
+        yield _Group(numbers, torch.tensor(numbers), keys, own, max(own), run)
 
 
 def _gathered(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Sequence[BlockMask], scale: float, backend: str
 ) -> torch.Tensor:
-    block, size, device = masks[0].block, q.shape[-1], q.device
-    keep = torch.cat([mask.keep for mask in masks])
+    block = masks[0].block
     queries = _blocks(q * scale if backend == STEPS else q, block[0])
     keys, values = _blocks(k, block[1]), _blocks(v, block[1])
     out = torch.empty_like(queries)
-    threads = torch.get_num_threads() if device.type == "cpu" else 1
-    pairs = PAIRS[backend] * threads if device.type == "cpu" else PAIRS_GPU
+    threads = torch.get_num_threads() if q.device.type == "cpu" else 1
+    pairs = PAIRS[backend] * threads if q.device.type == "cpu" else PAIRS_GPU
     scratch = _Scratch(q)
-    for group in _groups(keep, block, k.shape[2], pairs, threads, backend == STEPS):
-        mine = group.of(queries).view(-1, block[0], size)
-        if backend == STEPS:
-            answer = _steps(mine, keys, values, group, scratch)
-        else:
-            near = [_near(x, group, size, scratch, name)[:, None] for name, x in (("keys", keys), ("values", values))]
-            answer = F.scaled_dot_product_attention(mine[:, None], *near, scale=scale)
-        _put(out, group, answer.reshape(len(group.numbers), -1))
-    return out.view(*q.shape[:2], -1, size)[:, :, : q.shape[2]]
+    for mask, *own in zip(masks, queries, keys, values, out, strict=True):
+        for group in _plan(mask, pairs, threads, backend == STEPS):
+            _call(*own, group, q.shape[-1], scale, backend, scratch)
+    return out.view(*q.shape[:2], -1, q.shape[-1])[:, :, : q.shape[2]]
+
+
+def _call(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    group: _Group,
+    size: int,
+    scale: float,
+    backend: str,
+    scratch: _Scratch,
+) -> None:
+    """Answers one group; blocks (heads * blocks, block * size) of one element of the batch."""
+    mine = group.of(queries).view(len(group.numbers), -1, size)
+    if backend == STEPS:
+        answer = _steps(mine, keys, values, group, scratch)
+    else:
+        near = [_near(x, group, size, scratch, name)[:, None] for name, x in (("keys", keys), ("values", values))]
+        answer = F.scaled_dot_product_attention(mine[:, None], *near, scale=scale)
+    _put(out, group, answer.reshape(len(group.numbers), -1))
 
 
 def _put(out: torch.Tensor, group: _Group, answer: torch.Tensor) -> None:
@@ -184,7 +206,7 @@ def _put(out: torch.Tensor, group: _Group, answer: torch.Tensor) -> None:
     if len(group.numbers) <= 2:
         group.of(out).copy_(answer)
     else:
-        out.index_copy_(0, torch.tensor(group.numbers, device=out.device), answer)
+        out.index_copy_(0, group.rows.to(out.device), answer)
 
 
 class _Scratch:

@@ -109,6 +109,31 @@ def test_each_element_of_a_batch_may_have_its_own_mask_and_any_scale():
     assert_equal(sparse_attention(q, k, v, masks, scale=0.7), reference(q, k, v, masks, 0.7), torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_met_again_answers_as_the_first_time(dtype):
+    """Every step meets the same masks with other tensors, alone or within a batch."""
+    masks = [random_mask(seed, 3, (8, 4), (70, 50)) for seed in (1, 2)]
+    for seed in range(3):
+        q, k, v = tensors(seed, 2, 3, 70, 50, 16, dtype)
+        for backend in kernels.backends(q):
+            for order in (masks, masks[::-1]):
+                wanted = reference(q, k, v, order)
+                assert_equal(sparse_attention(q, k, v, order, backend=backend), wanted, dtype)
+    longer = [x.repeat(1, 1, 1, 2) for x in tensors(9, 1, 3, 70, 50, 4, dtype)]  # another head size, the same mask
+    assert_equal(sparse_attention(*longer, masks[0]), reference(*longer, masks[:1]), dtype)
+
+
+def test_a_mask_keeps_the_work_of_ordering_its_blocks():
+    q, k, v = tensors(0, 2, 3, 70, 50, 16)
+    mask = random_mask(1, 3, (8, 4), (70, 50))
+    first = sparse_attention(q, k, v, mask)
+    assert mask.plans and not mask.with_keep(mask.keep).plans and not mask.to("cpu").plans
+    plans = {key: id(plan) for key, plan in mask.plans.items()}
+    assert torch.equal(sparse_attention(q, k, v, mask), first)
+    assert {key: id(plan) for key, plan in mask.plans.items()} == plans
+    assert mask == mask.with_keep(mask.keep) and torch.equal(mask.packed(), mask.with_keep(mask.keep).packed())
+
+
 def test_a_joint_sequence_with_its_text_kept():
     q, k, v = tensors(0, 1, 2, 300, 300, 16)
     mask = find_mask(3 * q[0], k[0], kept=0.5, floor=0, block=(32, 16), text=[(277, 300)])
