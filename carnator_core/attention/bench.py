@@ -1,7 +1,8 @@
-"""Sparse against dense attention on random tensors: python -m carnator_core.attention.bench --tokens 4608 --json.
+"""Sparse against dense attention on this machine: python -m carnator_core.attention.bench --tokens 4608 --json.
 
-Dense is torch's scaled_dot_product_attention. Both are timed in turn, the median of their ratios counts, and the
-largest deviation from dense attention under the same mask is told beside it.
+Random tensors under made masks, or a real run's own tensors under the masks found in them (`recorded`). Dense is torch's
+scaled_dot_product_attention. Both are timed in turn, the median of their ratios counts, and the largest deviation from
+dense attention under the same mask is told beside it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from . import recorded
 from .blocks import BlockMask, default_blocks
 from .choice import timed
 from .kernels import FLEX, FUSED, STEPS, backends, sparse_attention
@@ -58,7 +60,8 @@ def window_mask(heads: int, tokens: int, block: tuple[int, int], density: float,
     return BlockMask(keep, block, (tokens, tokens))
 
 
-MASKS = {"random": random_mask, "window": window_mask}
+MADE = {"random": random_mask, "window": window_mask}
+RECORDED = "recorded"
 
 
 def _shares(heads: int, density: float) -> list[float]:
@@ -69,21 +72,21 @@ def _shares(heads: int, density: float) -> list[float]:
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row per number of tokens, mask, density and back end."""
-    device, dtype = torch.device(args.device), DTYPES[args.dtype]
-    for tokens in args.tokens:
-        draw = torch.Generator().manual_seed(args.seed)
-        shape = (1, args.heads, tokens, args.head_dim)
-        q, k, v = (torch.randn(shape, generator=draw).to(device, dtype) for _ in range(3))
-        for kind, density in product(args.mask, args.density):
-            block = tuple(args.block or default_blocks(tokens))
-            mask = MASKS[kind](args.heads, tokens, block, density, args.seed)
+    for tokens, kind in product(args.tokens, args.mask):
+        q, k, v = _tensors(tokens, kind, args)
+        block = tuple(args.block or default_blocks(q.shape[2]))
+        for density in args.density:
+            if kind == RECORDED:
+                mask = recorded.mask_of(q, k, block, density)
+            else:
+                mask = MADE[kind](args.heads, tokens, block, density, args.seed)
             for backend in args.backend or backends(q):
                 yield {
-                    "tokens": tokens,
+                    "tokens": q.shape[2],
                     "density": round(mask.density, 4),
                     "mask": kind,
-                    "heads": args.heads,
-                    "head_dim": args.head_dim,
+                    "heads": q.shape[1],
+                    "head_dim": q.shape[3],
                     "dtype": args.dtype,
                     "backend": backend,
                     "speedup": round(_speedup(q, k, v, mask, backend, args), 3),
@@ -93,6 +96,16 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "threads": torch.get_num_threads(),
                     "clock": args.clock,
                 }
+
+
+def _tensors(tokens: int, kind: str, args: argparse.Namespace) -> list[torch.Tensor]:
+    """q, k, v (1, heads, tokens, d); recorded ones have the embedded model's heads and at least as many tokens."""
+    if kind == RECORDED:
+        found = recorded.tensors(tokens, args.seed)
+    else:
+        draw = torch.Generator().manual_seed(args.seed)
+        found = [torch.randn(1, args.heads, tokens, args.head_dim, generator=draw) for _ in range(3)]
+    return [x.to(args.device, DTYPES[args.dtype]) for x in found]
 
 
 def _speedup(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, backend: str, args: Any) -> float:
@@ -142,9 +155,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ... (default: %(default)s)")
     parser.add_argument("--tokens", type=count, nargs="+", default=[4608, 8192], help="(default: %(default)s)")
     parser.add_argument("--density", type=share, nargs="+", default=[0.15, 0.3], help="(default: %(default)s)")
-    parser.add_argument("--mask", choices=MASKS, nargs="+", default=["random"], help="(default: %(default)s)")
-    parser.add_argument("--heads", type=count, default=2, help="(default: %(default)s)")
-    parser.add_argument("--head-dim", type=count, default=128, help="(default: %(default)s)")
+    parser.add_argument(
+        "--mask", choices=(*MADE, RECORDED), nargs="+", default=["random", RECORDED], help="(default: %(default)s)"
+    )
+    parser.add_argument("--heads", type=count, default=2, help="of made masks (default: %(default)s)")
+    parser.add_argument("--head-dim", type=count, default=128, help="of made masks (default: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(default: %(default)s)")
     parser.add_argument("--block", type=count, nargs=2, metavar=("QUERIES", "KEYS"), help="(default: by token count)")
     parser.add_argument("--backend", choices=(STEPS, FUSED, FLEX), nargs="+", help="(default: all that run here)")

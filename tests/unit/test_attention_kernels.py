@@ -242,10 +242,10 @@ def test_a_full_mask_is_never_timed():
     assert choice.backend is None and "every block" in choice.reason and host.calls == 0
 
 
-@pytest.mark.parametrize("kind", bench.MASKS)
+@pytest.mark.parametrize("kind", bench.MADE)
 @pytest.mark.parametrize("density", [0.15, 0.3])
 def test_bench_masks_have_the_density_asked_for_and_unequal_counts(kind, density):
-    mask = bench.MASKS[kind](4, 2304, (128, 64), density)
+    mask = bench.MADE[kind](4, 2304, (128, 64), density)
     assert mask.density == pytest.approx(density, abs=0.03)
     assert len(mask.keep.sum(-1).unique()) > 2
 
@@ -262,6 +262,15 @@ def test_the_bench_prints_rows(capsys):
     for mask in ("random", "window"):
         own = [row["speedup"] for row in data["rows"] if row["mask"] == mask]
         assert data["geometric_mean"][f"fastest {mask} 0.3"] == pytest.approx(max(own), abs=2e-3)
+
+
+def test_the_bench_takes_a_real_run_s_tensors_under_the_masks_found_in_them(capsys):
+    assert bench.main("--tokens 300 --density 0.3 0.6 --mask recorded --heads 5 --repeats 1 --json".split()) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {(row["mask"], row["tokens"], row["heads"], row["head_dim"]) for row in rows} == {("recorded", 320, 2, 128)}
+    for row in rows:
+        assert row["density"] == pytest.approx(row["target"], abs=0.05)
+        assert row["speedup"] > 0 and row["max_error"] < 1e-4
 
 
 @pytest.mark.parametrize("arguments", ["--tokens 0", "--density 1.5", "--dtype int8", "--mask none", "--heads x"])
