@@ -1,6 +1,6 @@
 """Sparse against dense attention on this machine: python -m carnator_core.attention.bench --tokens 4608 --json.
 
-Random tensors under made masks, or a real run's own tensors under the masks found in them (`recorded`). Dense is torch's
+Random tensors under made masks, or those of a real run under the masks found in them (`recorded`). Dense is torch's
 scaled_dot_product_attention. Both are timed in turn, the median of their ratios counts, and the largest deviation from
 dense attention under the same mask is told beside it.
 """
