@@ -16,12 +16,12 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from . import recorded
 from .blocks import BlockMask, default_blocks
 from .choice import timed
 from .kernels import FLEX, FUSED, STEPS, backends, sparse_attention
@@ -77,7 +77,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         block = tuple(args.block or default_blocks(q.shape[2]))
         for density in args.density:
             if kind == RECORDED:
-                mask = recorded.mask_of(q, k, block, density)
+                mask = _recorded().mask_of(q, k, block, density)
             else:
                 mask = MADE[kind](args.heads, tokens, block, density, args.seed)
             for backend in args.backend or backends(q):
@@ -101,11 +101,18 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def _tensors(tokens: int, kind: str, args: argparse.Namespace) -> list[torch.Tensor]:
     """q, k, v (1, heads, tokens, d); recorded ones have the embedded model's heads and at least as many tokens."""
     if kind == RECORDED:
-        found = recorded.tensors(tokens, args.seed)
+        found = _recorded().tensors(tokens, args.seed)
     else:
         draw = torch.Generator().manual_seed(args.seed)
         found = [torch.randn(1, args.heads, tokens, args.head_dim, generator=draw) for _ in range(3)]
     return [x.to(args.device, DTYPES[args.dtype]) for x in found]
+
+
+def _recorded() -> ModuleType:
+    """Loaded only where it is asked for: the embedded model and its measurements build on this package."""
+    from ..evaluation import recorded
+
+    return recorded
 
 
 def _speedup(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, backend: str, args: Any) -> float:

@@ -36,19 +36,21 @@ class _Group:
     """Query blocks of one call: their numbers, their key blocks (g * count,), and how many keys each attends to. The
     key blocks of one with fewer keys than the others end in some that are not its own."""
 
-    numbers: list[int]
-    rows: torch.Tensor  # the same numbers
+    numbers: torch.Tensor
     keys: torch.Tensor
     lengths: list[int]
-    length: int  # the largest of them
     run: tuple[int, int] | None  # the first block and the count, where one query block's keys lie side by side
+
+    @property
+    def length(self) -> int:
+        return max(self.lengths)
 
     def of(self, blocks: torch.Tensor) -> torch.Tensor:
         """These query blocks (g, ...) of all; a view where one or two are asked for."""
         if len(self.numbers) <= 2:
-            first, last = self.numbers[0], self.numbers[-1]
+            first, last = int(self.numbers[0]), int(self.numbers[-1])
             return blocks[first : last + 1 : max(1, last - first)]
-        return blocks.index_select(0, self.rows.to(blocks.device))
+        return blocks.index_select(0, self.numbers.to(blocks.device))
 
 
 def sparse_attention(
@@ -161,44 +163,29 @@ def _groups(mask: BlockMask, pairs: int, least: int, padded: bool) -> Iterator[_
         keys = order[numbers, : -(-max(own) // block[1])].flatten()
         beside = len(numbers) == 1 and int(keys[-1] - keys[0]) + 1 == len(keys)
         run = (int(keys[0]), len(keys)) if beside else None
-        yield _Group(numbers, torch.tensor(numbers), keys, own, max(own), run)
+        yield _Group(torch.tensor(numbers), keys, own, run)
 
 
 def _gathered(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Sequence[BlockMask], scale: float, backend: str
 ) -> torch.Tensor:
-    block = masks[0].block
+    block, size = masks[0].block, q.shape[-1]
     queries = _blocks(q * scale if backend == STEPS else q, block[0])
     keys, values = _blocks(k, block[1]), _blocks(v, block[1])
     out = torch.empty_like(queries)
     threads = torch.get_num_threads() if q.device.type == "cpu" else 1
     pairs = PAIRS[backend] * threads if q.device.type == "cpu" else PAIRS_GPU
     scratch = _Scratch(q)
-    for mask, *own in zip(masks, queries, keys, values, out, strict=True):
+    for mask, q_, k_, v_, answers in zip(masks, queries, keys, values, out, strict=True):
         for group in _plan(mask, pairs, threads, backend == STEPS):
-            _call(*own, group, q.shape[-1], scale, backend, scratch)
-    return out.view(*q.shape[:2], -1, q.shape[-1])[:, :, : q.shape[2]]
-
-
-def _call(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    out: torch.Tensor,
-    group: _Group,
-    size: int,
-    scale: float,
-    backend: str,
-    scratch: _Scratch,
-) -> None:
-    """Answers one group; blocks (heads * blocks, block * size) of one element of the batch."""
-    mine = group.of(queries).view(len(group.numbers), -1, size)
-    if backend == STEPS:
-        answer = _steps(mine, keys, values, group, scratch)
-    else:
-        near = [_near(x, group, size, scratch, name)[:, None] for name, x in (("keys", keys), ("values", values))]
-        answer = F.scaled_dot_product_attention(mine[:, None], *near, scale=scale)
-    _put(out, group, answer.reshape(len(group.numbers), -1))
+            mine = group.of(q_).view(-1, block[0], size)
+            if backend == STEPS:
+                answer = _steps(mine, k_, v_, group, scratch)
+            else:
+                near = [_near(x, group, size, scratch, name)[:, None] for name, x in (("keys", k_), ("values", v_))]
+                answer = F.scaled_dot_product_attention(mine[:, None], *near, scale=scale)
+            _put(answers, group, answer.reshape(len(group.numbers), -1))
+    return out.view(*q.shape[:2], -1, size)[:, :, : q.shape[2]]
 
 
 def _put(out: torch.Tensor, group: _Group, answer: torch.Tensor) -> None:
@@ -206,7 +193,7 @@ def _put(out: torch.Tensor, group: _Group, answer: torch.Tensor) -> None:
     if len(group.numbers) <= 2:
         group.of(out).copy_(answer)
     else:
-        out.index_copy_(0, group.rows.to(out.device), answer)
+        out.index_copy_(0, group.numbers.to(out.device), answer)
 
 
 class _Scratch:

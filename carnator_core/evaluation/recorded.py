@@ -6,7 +6,12 @@ import random
 
 import torch
 
-from .blocks import BlockMask, find_mask
+from ..attention.blocks import BlockMask, find_mask
+from ..mini import codec, world
+from ..mini import model as mini
+from ..schedule import probe_steps
+from .connectivity import look
+from .speed import latent_of
 
 STEPS = 50
 LAYER = 2  # one from the middle; the first stays dense in a run
@@ -15,13 +20,6 @@ HALVINGS = 12
 
 def tensors(tokens: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
     """q, k, v, each (1, heads, at least so many tokens, d), float32: one layer of the guided branch of one clip."""
-    # Only here: the embedded model and its measurements build on this package.
-    from ..evaluation.connectivity import look
-    from ..evaluation.speed import latent_of
-    from ..mini import codec, world
-    from ..mini import model as mini
-    from ..schedule import probe_steps
-
     step, prompt = probe_steps(STEPS) - 1, world.caption(world.random_scene(random.Random(seed), "fit"))
     size = latent_of(tokens)[1] * codec.BLOCK
     seen = look(mini.load(), prompt, seed, size, STEPS, [step], keep=True)
